@@ -1,0 +1,38 @@
+"""The border between verl's code and ours: the one place where our exceptions stop.
+
+Every hook calls `caught(site)` in its `except` branch. A failure of ours is counted, reported once per site with what
+to do, and never reaches verl. Must never raise itself.
+"""
+
+import logging
+import threading
+from collections import Counter
+
+logger = logging.getLogger("verl_otel")
+
+_lock = threading.Lock()
+_counts: Counter[str] = Counter()
+
+
+def caught(site: str) -> None:
+    """Count the exception being handled and report it, the first time that it happens at `site`."""
+    with _lock:
+        _counts[site] += 1
+        first = _counts[site] == 1
+    if first:
+        logger.warning("verl-otel: %s failed; the run goes on, this part of its telemetry is lost", site, exc_info=True)
+
+
+def warn_once(site: str, message: str, *args: object) -> None:
+    """Log `message` as a warning, the first time that it is asked for at `site` in this process."""
+    with _lock:
+        _counts[site] += 1
+        first = _counts[site] == 1
+    if first:
+        logger.warning("verl-otel: " + message, *args)
+
+
+def failures() -> dict[str, int]:
+    """How often each site failed or warned in this process."""
+    with _lock:
+        return dict(_counts)

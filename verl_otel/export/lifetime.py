@@ -1,0 +1,74 @@
+"""Flushing, and the end of the process: what is pending leaves soon, and nobody waits longer than agreed.
+
+`Flusher.request()` is what hooks call: it returns at once and a background thread flushes. `Flusher.wait()` is for the
+end of the run: it waits for a flush, never longer than what is left of the exit budget of this process.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from verl_otel import border
+
+
+class Budget:
+    """Seconds that this process may still make the end of the run wait, all waits together."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left = seconds
+        self._lock = threading.Lock()
+
+    def spend(self, share: float, wait: Callable[[float], Any]) -> None:
+        """Call `wait(timeout)` with at most `share` (0 to 1) of what is left, and take off what it used."""
+        with self._lock:
+            start = time.monotonic()
+            wait(max(0.0, self._left * share))
+            self._left -= time.monotonic() - start
+
+
+class Flusher:
+    """One background thread that flushes the providers of this process on request.
+
+    Args:
+        before: called first on each flush, to hand over what is not with the providers yet.
+        providers: anything with `force_flush()`; others are left out.
+    """
+
+    def __init__(self, providers: tuple[Any, ...]) -> None:
+        self._flushes = [p.force_flush for p in providers if hasattr(p, "force_flush")]
+        self._wanted = threading.Event()
+        self._requested = 0
+        self._done = 0
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="verl-otel-flusher", daemon=True)
+        self._thread.start()
+
+    def request(self) -> int:
+        """Ask for a flush; returns at once, with a number for `wait`."""
+        with self._changed:
+            self._requested += 1
+            number = self._requested
+        self._wanted.set()
+        return number
+
+    def wait(self, number: int, timeout: float) -> bool:
+        """Wait until the flush asked for as `number` has happened, `timeout` seconds at most."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._done >= number, timeout)
+
+    def _run(self) -> None:
+        while True:
+            self._wanted.wait()
+            self._wanted.clear()
+            with self._changed:
+                number = self._requested
+            # Each provider in a thread's turn of its own is not needed: exporters that hang are bounded by their timeout.
+            for flush in self._flushes:
+                try:
+                    flush()
+                except Exception:
+                    border.caught("flushing")
+            with self._changed:
+                self._done = number
+                self._changed.notify_all()

@@ -1,0 +1,157 @@
+"""The OpenTelemetry providers of a verl process, made from `OTEL_*` variables.
+
+A provider that is set already (by the user, their distro, or the caller) is used as it is. Otherwise the SDK's own
+classes are put together the way `opentelemetry-instrument` does, with three differences: exporters default to local
+files when no OTLP endpoint is configured, delays are short, and the end of the process is ours to bound
+(`verl_otel.export.lifetime`), because the SDK's own exit handlers take as long as a dead collector makes them.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+from opentelemetry import _logs, metrics, trace
+from opentelemetry._logs import LoggerProvider
+from opentelemetry.metrics import MeterProvider
+from opentelemetry.sdk import _logs as sdk_logs
+from opentelemetry.sdk import metrics as sdk_metrics
+from opentelemetry.sdk import trace as sdk_trace
+from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
+from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import ProxyTracerProvider, TracerProvider
+
+from verl_otel import border, config
+from verl_otel.tracing.ids import DerivedIdGenerator
+
+FILE_EXPORTER = "verl_otel_file"
+OTLP_HTTP, OTLP_GRPC = "otlp_proto_http", "otlp_proto_grpc"
+
+SPAN_DELAY_MS = 500
+EVENT_DELAY_MS = 500
+METRIC_INTERVAL_MS = 10_000
+"""Defaults for `OTEL_BSP_SCHEDULE_DELAY`, `OTEL_BLRP_SCHEDULE_DELAY`, `OTEL_METRIC_EXPORT_INTERVAL`. Short, since Ray
+ends workers without running exit handlers; a step's values leave at once besides (`verl_otel.export.lifetime`)."""
+
+
+@dataclass(frozen=True)
+class Providers:
+    """The three providers, and those of them that are ours to shut down."""
+
+    tracer: TracerProvider
+    meter: MeterProvider
+    logger: LoggerProvider
+    owned: tuple[Any, ...] = ()
+
+
+def make(
+    resource: Resource,
+    tracer_provider: TracerProvider | None = None,
+    meter_provider: MeterProvider | None = None,
+    logger_provider: LoggerProvider | None = None,
+) -> Providers:
+    """The providers to use: the given ones, else the global ones if somebody set them, else new ones, set globally."""
+    owned: list[Any] = []
+
+    def choose(given: Any, current: Any, build: Callable[[Resource], Any], publish: Callable[[Any], None]) -> Any:
+        if given is not None:
+            return given
+        if not _is_unset(current):
+            return current
+        provider = build(resource)
+        publish(provider)
+        owned.append(provider)
+        return provider
+
+    return Providers(
+        choose(tracer_provider, trace.get_tracer_provider(), _tracer_provider, trace.set_tracer_provider),
+        choose(meter_provider, metrics.get_meter_provider(), _meter_provider, metrics.set_meter_provider),
+        choose(logger_provider, _logs.get_logger_provider(), _logger_provider, _logs.set_logger_provider),
+        tuple(owned),
+    )
+
+
+def _is_unset(provider: object) -> bool:
+    return isinstance(provider, ProxyTracerProvider) or type(provider).__name__ in {
+        "_ProxyMeterProvider",
+        "ProxyLoggerProvider",
+    }
+
+
+def exporter_names(signal: str) -> list[str]:
+    """The exporters of a signal (`traces`, `metrics` or `logs`): `OTEL_<SIGNAL>_EXPORTER`, else OTLP if an endpoint is
+    configured, else local files. Empty if the user wants none."""
+    names = [name.strip() for name in os.environ.get(f"OTEL_{signal.upper()}_EXPORTER", "").split(",") if name.strip()]
+    if not names:
+        specific = f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT"
+        configured = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get(specific)
+        names = ["otlp" if configured else FILE_EXPORTER]
+    if "none" in names:
+        return []
+    protocol = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL") or os.environ.get(
+        "OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf"
+    )
+    otlp = OTLP_GRPC if protocol.strip() == "grpc" else OTLP_HTTP
+    return [otlp if name == "otlp" else name for name in names]
+
+
+def _exporters(signal: str) -> list[Any]:
+    """New exporters of a signal. One that cannot be made is reported, with what to do, and left out."""
+    made = []
+    for name in exporter_names(signal):
+        found = list(entry_points(group=f"opentelemetry_{signal}_exporter", name=name))
+        if not found:
+            package = f"opentelemetry-exporter-{name.replace('_', '-')}"
+            border.warn_once(
+                f"exporter {name}",
+                "the exporter %r asked for by OTEL_%s_EXPORTER or its protocol is not installed: run "
+                "`pip install %s` in the training environment, or unset the variable",
+                name,
+                signal.upper(),
+                package,
+            )
+            continue
+        try:
+            made.append(found[0].load()())
+        except Exception as error:
+            border.warn_once(
+                f"exporter {name} for {signal}",
+                "the exporter %r for %s cannot be made (%s: %s): check the OTEL_EXPORTER_* variables",
+                name,
+                signal,
+                type(error).__name__,
+                error,
+            )
+    return made
+
+
+def _milliseconds(variable: str, default: float) -> float:
+    return config.number(os.environ, variable, default, 1)
+
+
+def _tracer_provider(resource: Resource) -> sdk_trace.TracerProvider:
+    provider = sdk_trace.TracerProvider(resource=resource, shutdown_on_exit=False, id_generator=DerivedIdGenerator())
+    for exporter in _exporters("traces"):
+        delay = _milliseconds("OTEL_BSP_SCHEDULE_DELAY", SPAN_DELAY_MS)
+        provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=delay))
+    return provider
+
+
+def _meter_provider(resource: Resource) -> sdk_metrics.MeterProvider:
+    interval = _milliseconds("OTEL_METRIC_EXPORT_INTERVAL", METRIC_INTERVAL_MS)
+    readers = [
+        exporter if isinstance(exporter, MetricReader) else PeriodicExportingMetricReader(exporter, interval)
+        for exporter in _exporters("metrics")
+    ]
+    return sdk_metrics.MeterProvider(resource=resource, shutdown_on_exit=False, metric_readers=readers)
+
+
+def _logger_provider(resource: Resource) -> sdk_logs.LoggerProvider:
+    provider = sdk_logs.LoggerProvider(resource=resource, shutdown_on_exit=False)
+    for exporter in _exporters("logs"):
+        delay = _milliseconds("OTEL_BLRP_SCHEDULE_DELAY", EVENT_DELAY_MS)
+        provider.add_log_record_processor(BatchLogRecordProcessor(exporter, schedule_delay_millis=delay))
+    return provider

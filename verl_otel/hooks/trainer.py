@@ -1,0 +1,105 @@
+"""The trainer classes: `RayPPOTrainer` (verl 0.6.1 to 0.9.1) and the V1 `PPOTrainer` (0.9.0 on).
+
+From `init`/`init_workers` the set-up phase, from `_validate` the validation before training (verl times only the later
+ones), from `fit` the number of the step, the end of the run and the last flush.
+"""
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from opentelemetry import context as otel_context
+
+from verl_otel import border, telemetry
+from verl_otel.hooks import ray_actors
+from verl_otel.hooks.patches import Patches
+
+
+def install_legacy(module: ModuleType, patches: Patches) -> None:
+    trainer = module.RayPPOTrainer
+    _wrap_setup(trainer, "init_workers", patches)
+    _wrap_validate(trainer, patches)
+    _wrap_fit(trainer, patches, waits_for_rollout=False)
+
+
+def install_v1(module: ModuleType, patches: Patches) -> None:
+    trainer = module.PPOTrainer
+    _wrap_setup(trainer, "init", patches)
+    _wrap_validate(trainer, patches)
+    _wrap_fit(trainer, patches, waits_for_rollout=True)
+
+
+def _wrap_setup(trainer: Any, name: str, patches: Patches) -> None:
+    original = getattr(trainer, name)
+
+    @functools.wraps(original)
+    def setup(self: Any, *args: Any, **kwargs: Any) -> Any:
+        t = telemetry.current()
+        if t is None:
+            return original(self, *args, **kwargs)
+        t.steps.follow(self)
+        scope = t.steps.enter_setup()
+        error: BaseException | None = None
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException as e:
+            error = e
+            raise
+        finally:
+            t.steps.leave(scope, error)
+            if error is not None:
+                _finish(t, error)
+
+    patches.set(trainer, name, setup)
+
+
+def _wrap_validate(trainer: Any, patches: Patches) -> None:
+    original = trainer._validate
+
+    @functools.wraps(original)
+    def _validate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        t = telemetry.current()
+        scope = None if t is None else t.steps.enter_validation()
+        error: BaseException | None = None
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException as e:
+            error = e
+            raise
+        finally:
+            if t is not None:
+                t.steps.leave(scope, error)
+
+    patches.set(trainer, "_validate", _validate)
+
+
+def _wrap_fit(trainer: Any, patches: Patches, waits_for_rollout: bool) -> None:
+    original = trainer.fit
+
+    @functools.wraps(original)
+    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        t = telemetry.current()
+        if t is None:
+            return original(self, *args, **kwargs)
+        t.steps.follow(self)
+        t.steps.waits_for_rollout = waits_for_rollout
+        token = otel_context.attach(t.run_context)
+        error: BaseException | None = None
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException as e:
+            error = e
+            raise
+        finally:
+            otel_context.detach(token)
+            _finish(t, error)
+
+    patches.set(trainer, "fit", fit)
+
+
+def _finish(t: "telemetry.Telemetry", error: BaseException | None) -> None:
+    try:
+        t.run_finished(error)
+        t.finish(ray_actors.flush_actors)
+    except Exception:
+        border.caught("the end of training")

@@ -1,0 +1,158 @@
+"""Who this process is: run, attempt, role, worker; and its OpenTelemetry resource.
+
+The run is named once, in the launcher, and travels to every other process by environment variables. Nothing here
+imports Ray or verl: what they know is read only where they are loaded already.
+"""
+
+import os
+import re
+import secrets
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from opentelemetry.sdk.resources import Resource
+
+from verl_otel import border, config
+from verl_otel.semconv import attributes as attr
+
+LAUNCHER, TRAINER, WORKER, AGENT_LOOP = "launcher", "trainer", "worker", "agent_loop"
+ROLLOUT_SERVER, REWARD_WORKER, OTHER = "rollout_server", "reward_worker", "other"
+
+# Ray actor class name -> role, first match wins. Names of verl 0.6.1 to 0.9.1; a user's own subclass usually keeps them.
+_ROLE_OF_CLASS = (
+    (re.compile(r"TaskRunner|Trainer\b|FullyAsyncTrainer"), TRAINER),
+    (re.compile(r"AgentLoop"), AGENT_LOOP),
+    (re.compile(r"Reward"), REWARD_WORKER),
+    (re.compile(r"Server"), ROLLOUT_SERVER),
+    (re.compile(r"Worker"), WORKER),
+)
+
+_SERVICE_OF_ROLE = {
+    TRAINER: "verl-trainer",
+    LAUNCHER: "verl-launcher",
+    WORKER: "verl-worker",
+    AGENT_LOOP: "verl-agent-loop",
+    ROLLOUT_SERVER: "verl-rollout-server",
+    REWARD_WORKER: "verl-reward",
+    OTHER: "verl-other",
+}
+
+
+def new_run_id() -> str:
+    """A new run id: sortable by time, unique, legal in file names and URLs."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
+
+
+def ensure_run_id() -> str:
+    """The run id from the environment, made and put there if this process is the first of its run."""
+    run_id = os.environ.get(config.RUN_ID, "").strip()
+    if not run_id:
+        run_id = os.environ[config.RUN_ID] = new_run_id()
+    return run_id
+
+
+def in_ray_worker() -> bool:
+    """Whether this process is a Ray worker (an actor's or a task's), told by the script that it runs."""
+    return any(part.endswith(("default_worker.py", "setup_worker.py")) for part in sys.orig_argv[:4])
+
+
+def name_run(trainer_config: Any) -> None:
+    """Put verl's project and experiment names into the environment, unless the user has set them there.
+
+    Args:
+        trainer_config: verl's `config.trainer` (OmegaConf node or mapping).
+    """
+    for variable, key in ((config.PROJECT, "project_name"), (config.EXPERIMENT, "experiment_name")):
+        value = trainer_config.get(key)
+        if value is not None:
+            os.environ.setdefault(variable, str(value))
+
+
+def _ray_actor() -> tuple[str, str, str]:
+    """(class name, actor name, node id) of the Ray actor in which this code runs, empty strings elsewhere."""
+    ray = sys.modules.get("ray")
+    if ray is None or not in_ray_worker() or not ray.is_initialized():
+        return "", "", ""
+    context = ray.get_runtime_context()
+    task_name = context.get_task_name() or ""  # "WorkerDict.__init__"
+    try:
+        actor_name = context.get_actor_name() or ""
+    except Exception:  # not an actor: Ray raises, by version, several things
+        actor_name = ""
+    return task_name.rpartition(".")[0], actor_name, context.get_node_id()
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The run and this process's place in it (contract: design section 3.1)."""
+
+    run_id: str
+    attempt: int
+    role: str
+    project: str = ""
+    experiment: str = ""
+    worker_group: str = ""
+    worker_index: str = "0"
+    """Index of a process among those of its kind that are not ranks (agent-loop and reward workers)."""
+
+    @classmethod
+    def detect(cls) -> "Identity":
+        """Read the identity from the environment and, where Ray is loaded, from the actor that runs here."""
+        class_name = actor_name = ""
+        try:
+            class_name, actor_name, _ = _ray_actor()
+        except Exception:
+            border.caught("reading the Ray actor's name")
+        if not in_ray_worker():
+            role = WORKER if "TORCHELASTIC_RUN_ID" in os.environ else LAUNCHER
+        else:
+            role = next((role for pattern, role in _ROLE_OF_CLASS if pattern.search(class_name)), OTHER)
+        try:
+            attempt = int(os.environ.get(config.RUN_ATTEMPT, "1"))
+        except ValueError:
+            border.warn_once(config.RUN_ATTEMPT, "%s is not an integer; using 1", config.RUN_ATTEMPT)
+            attempt = 1
+        index = re.search(r"_(\d+)(?:_|$)", actor_name)
+        return cls(
+            run_id=ensure_run_id(),
+            attempt=attempt,
+            role=role,
+            project=os.environ.get(config.PROJECT, ""),
+            experiment=os.environ.get(config.EXPERIMENT, ""),
+            worker_group=class_name,
+            worker_index=index[1] if index else "0",
+        )
+
+    def resource(self) -> Resource:
+        """The resource of this process; the user's `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME` win."""
+        ours = {
+            attr.SERVICE_NAME: _SERVICE_OF_ROLE[self.role],
+            attr.SERVICE_NAMESPACE: "verl",
+            attr.SERVICE_INSTANCE_ID: secrets.token_hex(8),
+            attr.HOST_NAME: os.uname().nodename,
+            attr.PROCESS_PID: os.getpid(),
+            attr.RUN_ID: self.run_id,
+            attr.RUN_ATTEMPT: self.attempt,
+            attr.PROCESS_ROLE: self.role,
+        }
+        optional = {
+            attr.PROJECT_NAME: self.project,
+            attr.EXPERIMENT_NAME: self.experiment,
+            attr.WORKER_GROUP: self.worker_group,
+            attr.VERL_VERSION: _verl_version(),
+        }
+        ours.update({key: value for key, value in optional.items() if value})
+        given = {k: v for k, v in Resource.create().attributes.items() if not str(v).startswith("unknown_service")}
+        given.pop(attr.SERVICE_INSTANCE_ID, None)
+        return Resource({**ours, **given})
+
+
+def _verl_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("verl")
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,40 @@
+"""Switches the hooks on and off: what `opentelemetry-instrument` loads (entry point group `opentelemetry_instrumentor`).
+
+Runs in every Python process under `opentelemetry-instrument`, most of which never import verl: registers import hooks and
+does nothing else.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from opentelemetry.instrumentation.instrumentor import BaseInstrumentor
+
+from verl_otel import config, hooks, identity, telemetry
+from verl_otel.package import _instruments
+
+
+class VerlInstrumentor(BaseInstrumentor):
+    """An instrumentor for verl."""
+
+    def instrumentation_dependencies(self) -> Collection[str]:
+        return _instruments
+
+    def _instrument(self, **kwargs: Any) -> None:
+        """Install the hooks.
+
+        Args:
+            tracer_provider, meter_provider, logger_provider: providers to use instead of the global ones.
+        """
+        if config.sdk_disabled():
+            return
+        identity.ensure_run_id()
+        telemetry.enable(
+            tracer_provider=kwargs.get("tracer_provider"),
+            meter_provider=kwargs.get("meter_provider"),
+            logger_provider=kwargs.get("logger_provider"),
+        )
+        hooks.install(config.Settings.from_environ().disabled_hooks)
+
+    def _uninstrument(self, **kwargs: Any) -> None:
+        hooks.uninstall()
+        telemetry.disable()

@@ -1,0 +1,2 @@
+_instruments = ("verl >= 0.6.1",)
+_supports_metrics = True

@@ -1,0 +1,1 @@
+"""Names: attributes, stages and metrics, as the telemetry contract has them. No logic of a run lives here."""

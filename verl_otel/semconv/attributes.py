@@ -1,0 +1,57 @@
+"""Attribute, span and event names. OpenTelemetry's semantic conventions where one exists, `verl.*` for the rest."""
+
+from opentelemetry.semconv._incubating.attributes import host_attributes, process_attributes, service_attributes
+
+SERVICE_NAME = "service.name"
+SERVICE_NAMESPACE = service_attributes.SERVICE_NAMESPACE
+SERVICE_INSTANCE_ID = service_attributes.SERVICE_INSTANCE_ID
+HOST_NAME = host_attributes.HOST_NAME
+PROCESS_PID = process_attributes.PROCESS_PID
+
+# Resource
+RUN_ID = "verl.run.id"
+RUN_ATTEMPT = "verl.run.attempt"
+PROJECT_NAME = "verl.project.name"
+EXPERIMENT_NAME = "verl.experiment.name"
+VERL_VERSION = "verl.version"
+PROCESS_ROLE = "verl.process.role"
+WORKER_GROUP = "verl.worker.group"
+
+# On every metric point and every stage or worker span
+RANK = "rank"
+STAGE = "stage"
+MODEL_TYPE = "model_type"
+
+ALL_RANKS = "all"
+"""Value of `rank` where verl has already reduced over the ranks."""
+
+# Spans
+STEP_NUMBER = "verl.step.number"
+POLICY_VERSION = "verl.policy.version"
+TIMER = "verl.timer"
+STAGE_WAIT = "verl.stage.wait"
+WORKER_METHOD = "verl.worker.method"
+MEMORY_RSS = "verl.memory.rss"
+MEMORY_ALLOCATED = "verl.memory.allocated"
+MEMORY_RESERVED = "verl.memory.reserved"
+SAMPLE_INDEX = "verl.sample.index"
+ROLLOUT_INDEX = "verl.rollout.index"
+VALIDATE = "verl.validate"
+AGENT_LOOP = "verl.agent_loop"
+
+SPAN_RUN = "verl.run"
+SPAN_SETUP = "verl.setup"
+SPAN_STEP = "verl.step"
+SPAN_TRAJECTORY = "verl.trajectory"
+SPAN_COMPUTE_SCORE = "verl.compute_score"
+WORKER_SPAN_PREFIX = "verl.worker."
+
+# Metrics
+VERL_KEY = "verl.key"
+KL_TYPE = "verl.kl.type"
+
+# Events
+EVENT_STEP = "verl.step"
+EVENT_RUN_STARTED = "verl.run.started"
+EVENT_RUN_FINISHED = "verl.run.finished"
+RUN_STATE = "verl.run.state"

@@ -1,0 +1,72 @@
+"""verl's timer names -> stages. Source: the `marked_timer` sites of verl 0.6.1 to 0.9.1."""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a timer of verl stands for: a span name and the values of `stage` and `model_type`."""
+
+    span: str
+    stage: str
+    model_type: str = "none"
+
+
+STEP_TIMER = "step"
+GENERATE_TIMER = "generate_sequences"
+ROLLOUT_TIMER = "gen"
+VALIDATION_TIMER = "testing"
+
+SETUP = Stage("verl.setup", "other")
+
+_ROLLOUT = Stage("verl.rollout", "rollout", "rollout")
+_WEIGHT_SYNC = Stage("verl.weight_sync", "weight_sync", "rollout")
+_VALIDATION = Stage("verl.validation", "validation", "rollout")
+
+_BY_TIMER = {
+    STEP_TIMER: Stage("verl.step", "step"),
+    ROLLOUT_TIMER: _ROLLOUT,
+    "gen_max": _ROLLOUT,
+    "generate_async": _ROLLOUT,
+    "wait_for_enough_samples": _ROLLOUT,
+    "switch_wait": _ROLLOUT,
+    "reward": Stage("verl.reward", "reward", "reward"),
+    "old_log_prob": Stage("verl.log_prob", "log_prob", "actor"),
+    "ref": Stage("verl.ref_log_prob", "log_prob", "ref"),
+    "values": Stage("verl.values", "values", "critic"),
+    "adv": Stage("verl.advantage", "advantage"),
+    "update_actor": Stage("verl.update_actor", "update", "actor"),
+    "update_critic": Stage("verl.update_critic", "update", "critic"),
+    "update_weights": _WEIGHT_SYNC,
+    "sync_rollout_weights": _WEIGHT_SYNC,
+    "timing_s/param_sync": _WEIGHT_SYNC,
+    "switch_to_trainer": _WEIGHT_SYNC,
+    "switch_to_rollout": _WEIGHT_SYNC,
+    "save_checkpoint": Stage("verl.checkpoint", "checkpoint"),
+    VALIDATION_TIMER: _VALIDATION,
+    "rollouter/validate_time": _VALIDATION,
+}
+
+# Timers of the agent-loop workers: parts of a trajectory, not stages of a step.
+TRAJECTORY_TIMERS = {
+    GENERATE_TIMER: Stage("verl.generate", "rollout", "rollout"),
+    "tool_calls": Stage("verl.tool", "rollout", "none"),
+    "compute_score": Stage("verl.compute_score", "reward", "reward"),
+}
+
+WAIT_TIMERS = frozenset({"wait_for_enough_samples", "switch_wait"})
+
+
+def stage_of(timer: str) -> Stage:
+    """The stage of verl's timer `timer`; a timer that is not known becomes `verl.<timer>` with `stage="other"`."""
+    known = _BY_TIMER.get(timer)
+    if known is not None:
+        return known
+    return Stage("verl." + re.sub(r"[^a-z0-9_.]+", "_", timer.lower().replace("/", ".")).strip("._"), "other")
+
+
+def is_duration(timer: str) -> bool:
+    """Whether `timing_s/<timer>` is a number of seconds; verl puts counts and lengths under that prefix too."""
+    last = timer.rsplit("/", 1)[-1]
+    return "num_preempted" not in timer and last not in {"prompt_length", "response_length", "topk_ratio"}

@@ -1,0 +1,65 @@
+"""Trace and span ids that several processes can compute on their own.
+
+The trace of a step has an id derived from (run id, attempt, step), and the step's stages have derived span ids, so that
+an agent-loop worker which knows only the step's number puts its spans into the right trace, under the right stage.
+Ids that are not derived come from the operating system: never from `random`, which training code seeds (equal ids on all
+ranks) and whose sequence must not depend on whether we are there.
+"""
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import Decision, Sampler
+from opentelemetry.trace import SpanContext, TraceFlags
+
+_next = threading.local()
+
+
+def _derive(size: int, *parts: object) -> int:
+    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=size).digest()
+    return int.from_bytes(digest, "big") or 1
+
+
+def trace_id(run_id: str, attempt: int, step: int) -> int:
+    """128-bit id of the trace of one step."""
+    return _derive(16, "verl.trace", run_id, attempt, step)
+
+
+def span_id(run_id: str, attempt: int, step: int, name: str) -> int:
+    """64-bit id of the first span called `name` directly in a step (`step` itself, or one of verl's timers)."""
+    return _derive(8, "verl.span", run_id, attempt, step, name)
+
+
+@contextmanager
+def use(trace: int | None, span: int | None) -> Iterator[None]:
+    """Give the next span that this thread starts these ids (None: one of its own), if our generator is in use."""
+    _next.ids = (trace, span)
+    try:
+        yield
+    finally:
+        _next.ids = (None, None)
+
+
+class DerivedIdGenerator(IdGenerator):
+    """Gives the ids asked for by `use`, and ids from the operating system otherwise."""
+
+    def generate_trace_id(self) -> int:
+        return getattr(_next, "ids", (None, None))[0] or int.from_bytes(os.urandom(16), "big") or 1
+
+    def generate_span_id(self) -> int:
+        return getattr(_next, "ids", (None, None))[1] or int.from_bytes(os.urandom(8), "big") or 1
+
+
+def remote_context(sampler: Sampler, run_id: str, attempt: int, step: int, name: str) -> SpanContext:
+    """The context of a span that another process opens, or will open, in the trace of a step.
+
+    The sampling decision is the one that the trainer takes: samplers decide on the trace id of a root span.
+    """
+    trace = trace_id(run_id, attempt, step)
+    result = sampler.should_sample(None, trace, "verl.step")
+    flags = TraceFlags.SAMPLED if result.decision is Decision.RECORD_AND_SAMPLE else TraceFlags.DEFAULT
+    return SpanContext(trace, span_id(run_id, attempt, step, name), is_remote=True, trace_flags=TraceFlags(flags))

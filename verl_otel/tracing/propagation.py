@@ -1,0 +1,157 @@
+"""Context across Ray calls: W3C trace context and baggage, through the standard propagator API.
+
+The carrier travels as the keyword argument `CARRIER`, which only methods that we wrapped declare and take off again:
+the wrapped method's own signature stays as verl wrote it. Callables of the four kinds that Ray knows (plain, coroutine,
+generator, async generator) keep their kind.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from opentelemetry import context as otel_context
+from opentelemetry import propagate
+from opentelemetry.context import Context
+from opentelemetry.trace import get_current_span
+
+from verl_otel import border
+
+CARRIER = "_verl_otel_carrier"
+
+BY_VALUE, BY_REFERENCE = "by value", "by reference"
+"""How a wrapped method gets to the other process: with our wrapper in it, or as a name that is wrapped there or not."""
+
+
+def inject() -> dict[str, str] | None:
+    """The current context as a carrier, None if there is no valid span in it."""
+    if not get_current_span().get_span_context().is_valid:
+        return None
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier)
+    return carrier or None
+
+
+def extract(carrier: object) -> Context | None:
+    """The context in a carrier, None if there is none."""
+    return propagate.extract(carrier) if isinstance(carrier, dict) and carrier else None
+
+
+def with_carrier(func: Callable[..., Any], kind: str = BY_REFERENCE) -> Callable[..., Any]:
+    """`func` with the extra keyword argument `CARRIER`, run in the context that arrives by it.
+
+    A plain closure: classes that Ray pickles by value keep it, which they would not keep a wrapt proxy.
+    """
+    call = _call_kind(func)
+
+    if call == "coroutine":
+
+        @functools.wraps(func)
+        async def wrapper(*args: Any, _verl_otel_carrier: object = None, **kwargs: Any) -> Any:
+            token = attach(_verl_otel_carrier)
+            try:
+                return await func(*args, **kwargs)
+            finally:
+                detach(token)
+
+    elif call == "generator":
+
+        @functools.wraps(func)
+        def wrapper(*args: Any, _verl_otel_carrier: object = None, **kwargs: Any) -> Any:
+            context = _extract(_verl_otel_carrier)
+            generator, sent = func(*args, **kwargs), None
+            while True:
+                # Attached only while the generator's own code runs: what is between two items belongs to the caller.
+                token = None if context is None else otel_context.attach(context)
+                try:
+                    item = generator.send(sent)
+                except StopIteration as stop:
+                    return stop.value
+                finally:
+                    detach(token)
+                try:
+                    sent = yield item
+                except GeneratorExit:
+                    generator.close()
+                    raise
+
+    elif call == "async generator":
+
+        @functools.wraps(func)
+        async def wrapper(*args: Any, _verl_otel_carrier: object = None, **kwargs: Any) -> Any:
+            context = _extract(_verl_otel_carrier)
+            generator = func(*args, **kwargs)
+            try:
+                while True:
+                    token = None if context is None else otel_context.attach(context)
+                    try:
+                        item = await generator.__anext__()
+                    except StopAsyncIteration:
+                        return
+                    finally:
+                        detach(token)
+                    yield item
+            finally:
+                await generator.aclose()
+
+    else:
+
+        @functools.wraps(func)
+        def wrapper(*args: Any, _verl_otel_carrier: object = None, **kwargs: Any) -> Any:
+            token = attach(_verl_otel_carrier)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                detach(token)
+
+    declare_carrier(wrapper, func, kind)
+    return wrapper
+
+
+def declare_carrier(wrapper: Callable[..., Any], func: Callable[..., Any], kind: str) -> None:
+    """Show the parameter `CARRIER` in the signature of `wrapper`, for Ray's checks and for our handshake."""
+    parameters = [p for p in inspect.signature(func).parameters.values() if p.name != CARRIER]
+    last = parameters[-1:] if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD else []
+    head = parameters[: len(parameters) - len(last)]
+    carrier = inspect.Parameter(CARRIER, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+    wrapper.__signature__ = inspect.Signature([*head, carrier, *last])  # type: ignore[attr-defined]
+
+
+def carrier_kind(signature: Any) -> str | None:
+    """`BY_VALUE` or `BY_REFERENCE` if a method with these parameters takes a carrier, None if it does not.
+
+    Args:
+        signature: list of `inspect.Parameter`, as Ray keeps it for each method of an actor.
+    """
+    for parameter in reversed(signature or ()):
+        if parameter.name == CARRIER:
+            return parameter.annotation
+    return None
+
+
+def _call_kind(func: Callable[..., Any]) -> str:
+    if inspect.isasyncgenfunction(func):
+        return "async generator"
+    if inspect.isgeneratorfunction(func):
+        return "generator"
+    return "coroutine" if inspect.iscoroutinefunction(func) else "plain"
+
+
+def _extract(carrier: object) -> Context | None:
+    try:
+        return extract(carrier)
+    except Exception:
+        border.caught("reading the trace context of a call")
+        return None
+
+
+def attach(carrier: object) -> Any:
+    """Attach the context in a carrier; returns what `detach` takes. Never raises."""
+    context = _extract(carrier)
+    return None if context is None else otel_context.attach(context)
+
+
+def detach(token: Any) -> None:
+    """Detach what `attach` attached, if anything."""
+    if token is not None:
+        otel_context.detach(token)

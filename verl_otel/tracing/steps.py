@@ -1,0 +1,216 @@
+"""Steps and their stages, from verl's timers: one trace per training step.
+
+Used where the training loop runs. `enter`/`leave` are called around each of verl's timers and never raise.
+"""
+
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from opentelemetry import baggage, trace
+from opentelemetry import context as otel_context
+from opentelemetry.context import Context
+from opentelemetry.metrics import Meter
+from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, TraceFlags, Tracer
+
+from verl_otel import border
+from verl_otel.identity import Identity
+from verl_otel.metrics.recorder import Gauges
+from verl_otel.semconv import attributes as attr
+from verl_otel.semconv import metrics as names
+from verl_otel.semconv.stages import (
+    ROLLOUT_TIMER,
+    SETUP,
+    STEP_TIMER,
+    TRAJECTORY_TIMERS,
+    VALIDATION_TIMER,
+    WAIT_TIMERS,
+    Stage,
+    stage_of,
+)
+from verl_otel.tracing import ids
+from verl_otel.tracing.errors import fail
+
+_IN_STEP = otel_context.create_key("verl-otel-step")
+_STAGE = otel_context.create_key("verl-otel-stage")
+
+
+@dataclass
+class Scope:
+    """An open step or stage."""
+
+    span: Span
+    token: Any
+    stage: Stage
+    timer: str
+    started: float
+    labels: dict[str, str]
+
+
+class Steps:
+    """The trace of the current step."""
+
+    def __init__(self, tracer: Tracer, meter: Meter, gauges: Gauges, identity: Identity, run_context: Context) -> None:
+        self._tracer = tracer
+        self._gauges = gauges
+        self._identity = identity
+        self._run_context = run_context
+        self._duration = meter.create_histogram(
+            *names.STAGE_DURATION, explicit_bucket_boundaries_advisory=names.DURATION_BUCKETS
+        )
+        self._trainer: Any = lambda: None
+        self._lock = threading.Lock()
+        self._step_span: tuple[int | None, SpanContext] | None = None
+        self._named: set[tuple[int, str]] = set()
+        self.policy_version: int | None = None
+        """Version of the weights that rollout servers have: the argument of verl's last weight sync."""
+        self.waits_for_rollout = False
+        """Whether verl's `gen` timer is only a wait (V1 trainers: generation runs in the agent-loop workers)."""
+
+    # ---- what hooks tell --------------------------------------------------------------------------------------------
+
+    def follow(self, trainer: Any) -> None:
+        """Take step numbers from `trainer.global_steps` from now on (a weak reference is kept)."""
+        self._trainer = weakref.ref(trainer)
+
+    def number(self) -> int | None:
+        """The step that verl is in, None if it is not known."""
+        number = getattr(self._trainer(), "global_steps", None)
+        return int(number) if isinstance(number, int) else None
+
+    def current_context(self) -> Context:
+        """A context with the span of the current or last step, for events; the run's if there was no step yet."""
+        if self._step_span is None:
+            return self._run_context
+        return trace.set_span_in_context(NonRecordingSpan(self._step_span[1]), Context())
+
+    # ---- around verl's timers ---------------------------------------------------------------------------------------
+
+    def enter(self, timer: str) -> Scope | None:
+        """Open the span of a timer; None if there is none to open."""
+        try:
+            if timer in TRAJECTORY_TIMERS:
+                return None
+            return self._open_step() if timer == STEP_TIMER else self._open_stage(timer, stage_of(timer))
+        except Exception:
+            border.caught(f"opening the span of {timer}")
+            return None
+
+    def enter_setup(self) -> Scope | None:
+        """Open the span of the set-up phase, in the trace of the run."""
+        try:
+            context = otel_context.get_current()
+            if not trace.get_current_span(context).get_span_context().is_valid:
+                context = self._run_context
+            return self._open("setup", SETUP, context, {})
+        except Exception:
+            border.caught("opening the span of the set-up")
+            return None
+
+    def enter_validation(self) -> Scope | None:
+        """Open a validation that verl does not time (the one before training); None inside one that it does time."""
+        try:
+            if otel_context.get_value(_STAGE) == VALIDATION_TIMER:
+                return None
+            return self._open_stage(VALIDATION_TIMER, stage_of(VALIDATION_TIMER))
+        except Exception:
+            border.caught("opening the span of the validation")
+            return None
+
+    def leave(self, scope: Scope | None, error: BaseException | None = None) -> None:
+        """Close what `enter` opened. `error`: the exception that ends it; it is recorded, not handled."""
+        if scope is None:
+            return
+        try:
+            fail(scope.span, error)
+            self._gauges.withdraw(names.STAGE_ACTIVE[0], scope.labels)
+            # Inside the span's context, so that the histogram's exemplar leads to the trace.
+            self._duration.record(time.perf_counter() - scope.started, scope.labels)
+            scope.span.end()
+        except Exception:
+            border.caught(f"closing the span of {scope.timer}")
+        finally:
+            otel_context.detach(scope.token)
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _open_step(self) -> Scope:
+        number = self.number()
+        attributes: dict[str, Any] = {
+            attr.RUN_ID: self._identity.run_id,
+            attr.RUN_ATTEMPT: self._identity.attempt,
+        }
+        if number is not None:
+            attributes[attr.STEP_NUMBER] = number
+        if self.policy_version is not None:
+            attributes[attr.POLICY_VERSION] = self.policy_version
+        scope = self._open(STEP_TIMER, stage_of(STEP_TIMER), Context(), attributes, number, root=True)
+        self._step_span = (number, scope.span.get_span_context())
+        self._named = {(n, name) for n, name in self._named if number is None or n >= number - 1}
+        return scope
+
+    def _open_stage(self, timer: str, stage: Stage) -> Scope:
+        attributes: dict[str, Any] = {}
+        if timer in WAIT_TIMERS or (timer == ROLLOUT_TIMER and self.waits_for_rollout):
+            attributes[attr.STAGE_WAIT] = True
+        context = otel_context.get_current()
+        if otel_context.get_value(_IN_STEP, context):
+            return self._open(timer, stage, context, attributes, self.number())
+        # Outside verl's step: before it (profiling), after it (validation); it belongs to the step's trace all the same.
+        number = self.number()
+        before_training = self._step_span is None
+        if timer == VALIDATION_TIMER and before_training:
+            if number is not None:
+                attributes[attr.STEP_NUMBER] = number
+            return self._open(timer, stage, Context(), attributes, number, root=True)
+        return self._open(timer, stage, self._parent_of_late(number), attributes, number)
+
+    def _parent_of_late(self, number: int | None) -> Context:
+        known = self._step_span
+        if known is not None and (number is None or known[0] == number):
+            parent = known[1]
+        elif number is not None:
+            parent = SpanContext(
+                ids.trace_id(self._identity.run_id, self._identity.attempt, number),
+                ids.span_id(self._identity.run_id, self._identity.attempt, number, STEP_TIMER),
+                is_remote=True,
+                trace_flags=TraceFlags(TraceFlags.SAMPLED),
+            )
+        else:
+            return self._run_context
+        return trace.set_span_in_context(NonRecordingSpan(parent), Context())
+
+    def _open(
+        self,
+        timer: str,
+        stage: Stage,
+        parent: Context,
+        attributes: dict[str, Any],
+        number: int | None = None,
+        root: bool = False,
+    ) -> Scope:
+        labels = {attr.RANK: attr.ALL_RANKS, attr.STAGE: stage.stage, attr.MODEL_TYPE: stage.model_type}
+        labels[attr.TIMER] = timer
+        trace_id, span_id = None, None
+        if number is not None and (number, timer) not in self._named:
+            self._named.add((number, timer))
+            span_id = ids.span_id(self._identity.run_id, self._identity.attempt, number, timer)
+        if root and number is not None:
+            trace_id = ids.trace_id(self._identity.run_id, self._identity.attempt, number)
+        links = []
+        run = trace.get_current_span(self._run_context).get_span_context()
+        if root and run.is_valid:
+            links.append(Link(run))
+        with ids.use(trace_id, span_id):
+            span = self._tracer.start_span(stage.span, context=parent, attributes={**labels, **attributes}, links=links)
+        context = trace.set_span_in_context(span, parent)
+        context = otel_context.set_value(_STAGE, timer, context)
+        # Ranks learn from the baggage for which stage they work.
+        context = baggage.set_baggage(attr.STAGE, stage.stage, context)
+        context = baggage.set_baggage(attr.MODEL_TYPE, stage.model_type, context)
+        if timer == STEP_TIMER:
+            context = otel_context.set_value(_IN_STEP, True, context)
+        self._gauges.set(*names.STAGE_ACTIVE, labels, time.time())
+        return Scope(span, otel_context.attach(context), stage, timer, time.perf_counter(), labels)

@@ -1,0 +1,184 @@
+"""Trajectories of the agent loop: `verl.trajectory` > `verl.generate`, `verl.tool`, `verl.compute_score`.
+
+They run in the agent-loop workers, ahead of or beside the trainer, and sit under the rollout (or validation) stage of the
+step that scheduled them. Only the first few of each step and worker are recorded; the rest are counted.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.metrics import Counter
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    Span,
+    SpanKind,
+    Tracer,
+    TracerProvider,
+)
+
+from verl_otel import border
+from verl_otel.identity import Identity
+from verl_otel.semconv import attributes as attr
+from verl_otel.semconv.stages import GENERATE_TIMER, ROLLOUT_TIMER, TRAJECTORY_TIMERS, VALIDATION_TIMER
+from verl_otel.tracing import ids
+from verl_otel.tracing.errors import fail
+
+MAX_SPANS = 100
+"""Spans inside one trajectory; more are counted as dropped."""
+
+_TRAJECTORY = otel_context.create_key("verl-otel-trajectory")
+
+
+@dataclass
+class Trajectory:
+    """A recorded trajectory that is running."""
+
+    span: Span
+    token: Any
+    spans: int = 0
+
+
+@dataclass
+class Part:
+    """An open span inside a trajectory."""
+
+    span: Span
+    token: Any
+
+
+class Trajectories:
+    """See the module. `enter*`/`leave*` never raise."""
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        provider: TracerProvider,
+        dropped: Counter,
+        identity: Identity,
+        per_step: int,
+        run_context: Context,
+    ) -> None:
+        self._tracer = tracer
+        self._sampler = provider.sampler if _derives_ids(provider) else None  # type: ignore[attr-defined]
+        self._dropped = dropped
+        self._identity = identity
+        self._per_step = per_step
+        self._run_context = run_context
+        self._started: OrderedDict[tuple[Any, bool], int] = OrderedDict()
+
+    def enter(self, step: Any, sample: Any, rollout: Any, validate: bool) -> Trajectory | None:
+        """Open the span of a trajectory that step number `step` scheduled; None if it is not to be recorded."""
+        try:
+            step = int(step) if step is not None else None
+            if not self._admit((step, validate)):
+                self._dropped.add(1, {"signal": "traces", "reason": "trajectory_cap"})
+                return None
+            attributes: dict[str, Any] = {
+                attr.RANK: self._identity.worker_index,
+                attr.STAGE: "validation" if validate else "rollout",
+                attr.MODEL_TYPE: "rollout",
+                attr.VALIDATE: validate,
+                attr.STEP_NUMBER: step,
+                attr.SAMPLE_INDEX: _integer(sample),
+                attr.ROLLOUT_INDEX: _integer(rollout),
+            }
+            context, links = self._parent(step, validate)
+            span = self._tracer.start_span(
+                attr.SPAN_TRAJECTORY,
+                context=context,
+                attributes={key: value for key, value in attributes.items() if value is not None},
+                links=links,
+            )
+            trajectory = Trajectory(span, None)
+            context = otel_context.set_value(_TRAJECTORY, trajectory, trace.set_span_in_context(span, context))
+            trajectory.token = otel_context.attach(context)
+            return trajectory
+        except Exception:
+            border.caught("opening the span of a trajectory")
+            return None
+
+    def enter_part(self, timer: str) -> Part | None:
+        """Open the span of a timer inside a recorded trajectory; None elsewhere."""
+        try:
+            trajectory = otel_context.get_value(_TRAJECTORY)
+            stage = TRAJECTORY_TIMERS.get(timer)
+            if stage is None or not isinstance(trajectory, Trajectory):
+                return None
+            trajectory.spans += 1
+            if trajectory.spans > MAX_SPANS:
+                self._dropped.add(1, {"signal": "traces", "reason": "trajectory_span_cap"})
+                return None
+            attributes = {
+                attr.RANK: self._identity.worker_index,
+                attr.STAGE: stage.stage,
+                attr.MODEL_TYPE: stage.model_type,
+                attr.TIMER: timer,
+            }
+            if timer == GENERATE_TIMER:
+                attributes["gen_ai.operation.name"] = "text_completion"
+            kind = SpanKind.INTERNAL if timer == "tool_calls" else SpanKind.CLIENT
+            span = self._tracer.start_span(stage.span, kind=kind, attributes=attributes)
+            return Part(span, otel_context.attach(trace.set_span_in_context(span)))
+        except Exception:
+            border.caught(f"opening the span of {timer}")
+            return None
+
+    def enter_score(self) -> Part | None:
+        """Open the span of a reward computation in a reward worker; None outside a recorded trajectory."""
+        try:
+            if not trace.get_current_span().get_span_context().is_valid:
+                return None
+            stage = TRAJECTORY_TIMERS["compute_score"]
+            attributes = {
+                attr.RANK: self._identity.worker_index,
+                attr.STAGE: stage.stage,
+                attr.MODEL_TYPE: stage.model_type,
+            }
+            span = self._tracer.start_span(attr.SPAN_COMPUTE_SCORE, kind=SpanKind.SERVER, attributes=attributes)
+            return Part(span, otel_context.attach(trace.set_span_in_context(span)))
+        except Exception:
+            border.caught("opening the span of a score")
+            return None
+
+    def leave(self, opened: Trajectory | Part | None, error: BaseException | None = None) -> None:
+        """Close what `enter`, `enter_part` or `enter_score` opened."""
+        if opened is None:
+            return
+        try:
+            fail(opened.span, error)
+            opened.span.end()
+        except Exception:
+            border.caught("closing the span of a trajectory")
+        finally:
+            otel_context.detach(opened.token)
+
+    def _admit(self, key: tuple[Any, bool]) -> bool:
+        count = self._started[key] = self._started.pop(key, 0) + 1
+        while len(self._started) > 64:
+            self._started.popitem(last=False)
+        return count <= self._per_step
+
+    def _parent(self, step: int | None, validate: bool) -> tuple[Context, list[Link]]:
+        if step is not None and self._sampler is not None:
+            timer = VALIDATION_TIMER if validate else ROLLOUT_TIMER
+            parent = ids.remote_context(self._sampler, self._identity.run_id, self._identity.attempt, step, timer)
+            return trace.set_span_in_context(NonRecordingSpan(parent), Context()), []
+        # With providers of the user's own the step's ids are not known here: a trace of its own, linked to the run.
+        run = trace.get_current_span(self._run_context).get_span_context()
+        return Context(), [Link(run)] if run.is_valid else []
+
+
+def _derives_ids(provider: TracerProvider) -> bool:
+    return isinstance(getattr(provider, "id_generator", None), ids.DerivedIdGenerator)
+
+
+def _integer(value: Any) -> int | None:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return None
