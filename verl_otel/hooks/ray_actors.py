@@ -93,7 +93,8 @@ def methods_with_carrier(actor: Any) -> list[str]:
     """Runs in the actor's process: which of its methods take the carrier."""
     found = []
     for name, method in inspect.getmembers(type(actor), callable):
-        if hasattr(method, "__signature__") and propagation.carrier_kind([*method.__signature__.parameters.values()]):
+        signature = getattr(inspect.unwrap(method), "__signature__", None)  # Ray wraps what it finds, ours too
+        if signature is not None and propagation.carrier_kind([*signature.parameters.values()]):
             found.append(name)
     return found
 

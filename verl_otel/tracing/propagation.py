@@ -109,11 +109,15 @@ def with_carrier(func: Callable[..., Any], kind: str = BY_REFERENCE) -> Callable
 
 
 def declare_carrier(wrapper: Callable[..., Any], func: Callable[..., Any], kind: str) -> None:
-    """Show the parameter `CARRIER` in the signature of `wrapper`, for Ray's checks and for our handshake."""
+    """Show the parameter `CARRIER` in the signature of `wrapper`, for Ray's checks and for our handshake.
+
+    Ray takes the signature of what it finds by following `__wrapped__`; that has to be the wrapper itself.
+    """
     parameters = [p for p in inspect.signature(func).parameters.values() if p.name != CARRIER]
     last = parameters[-1:] if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD else []
     head = parameters[: len(parameters) - len(last)]
     carrier = inspect.Parameter(CARRIER, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+    wrapper.__dict__.pop("__wrapped__", None)
     wrapper.__signature__ = inspect.Signature([*head, carrier, *last])  # type: ignore[attr-defined]
 
 
