@@ -55,7 +55,7 @@ def ensure_run_id() -> str:
 
 def in_ray_worker() -> bool:
     """Whether this process is a Ray worker (an actor's or a task's), told by the script that it runs."""
-    return any(part.endswith(("default_worker.py", "setup_worker.py")) for part in sys.orig_argv[:4])
+    return bool(sys.argv) and os.path.basename(sys.argv[0]) == "default_worker.py"
 
 
 def name_run(trainer_config: Any) -> None:
@@ -70,18 +70,18 @@ def name_run(trainer_config: Any) -> None:
             os.environ.setdefault(variable, str(value))
 
 
-def _ray_actor() -> tuple[str, str, str]:
-    """(class name, actor name, node id) of the Ray actor in which this code runs, empty strings elsewhere."""
+def _ray_actor() -> tuple[str, str]:
+    """(class name, actor name) of the Ray actor in which this code runs, empty strings elsewhere."""
     ray = sys.modules.get("ray")
     if ray is None or not in_ray_worker() or not ray.is_initialized():
-        return "", "", ""
+        return "", ""
     context = ray.get_runtime_context()
-    task_name = context.get_task_name() or ""  # "WorkerDict.__init__"
+    task_name = context.get_task_name() or ""  # "WorkerDict.__init__", "actor's name:WorkerDict.__init__"
     try:
         actor_name = context.get_actor_name() or ""
     except Exception:  # not an actor: Ray raises, by version, several things
         actor_name = ""
-    return task_name.rpartition(".")[0], actor_name, context.get_node_id()
+    return task_name.rpartition(".")[0].rpartition(":")[2], actor_name
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,14 @@ class Identity:
     experiment: str = ""
     worker_group: str = ""
     worker_index: str = "0"
-    """Index of a process among those of its kind that are not ranks (agent-loop and reward workers)."""
+    """The rank of a rank worker; for other processes the index among those of their kind."""
 
     @classmethod
     def detect(cls) -> "Identity":
         """Read the identity from the environment and, where Ray is loaded, from the actor that runs here."""
         class_name = actor_name = ""
         try:
-            class_name, actor_name, _ = _ray_actor()
+            class_name, actor_name = _ray_actor()
         except Exception:
             border.caught("reading the Ray actor's name")
         if not in_ray_worker():
@@ -115,6 +115,7 @@ class Identity:
             border.warn_once(config.RUN_ATTEMPT, "%s is not an integer; using 1", config.RUN_ATTEMPT)
             attempt = 1
         index = re.search(r"_(\d+)(?:_|$)", actor_name)
+        worker_index = os.environ.get("RANK") if role == WORKER else index[1] if index else None
         return cls(
             run_id=ensure_run_id(),
             attempt=attempt,
@@ -122,7 +123,7 @@ class Identity:
             project=os.environ.get(config.PROJECT, ""),
             experiment=os.environ.get(config.EXPERIMENT, ""),
             worker_group=class_name,
-            worker_index=index[1] if index else "0",
+            worker_index=worker_index or "0",
         )
 
     def resource(self) -> Resource:

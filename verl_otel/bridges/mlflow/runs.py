@@ -1,0 +1,203 @@
+"""verl runs -> MLflow runs.
+
+One MLflow run for one `verl.run.id`, found again by its tag, so that a restarted bridge and a resumed training continue
+it. Handling an event twice changes nothing: MLflow stores equal points (key, step, time, value) once.
+"""
+
+import hashlib
+import logging
+import posixpath
+import re
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlflow.entities import Metric, Param, RunTag
+from mlflow.tracking import MlflowClient
+
+from verl_otel.semconv import attributes as attr
+
+logger = logging.getLogger(__name__)
+
+METRICS_PER_REQUEST, PARAMS_PER_REQUEST, TAGS_PER_REQUEST = 1000, 100, 100
+MAX_KEY, MAX_VALUE = 250, 5000
+
+TAG_RUN_ID = attr.RUN_ID
+TAG_ATTEMPT = attr.RUN_ATTEMPT
+TAG_FINISHED_AT = "verl.run.finished_at"
+_COMMIT = "vcs.ref.head.revision"
+_STATE = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """One event of a run, as the bridge needs it. `time_ns` is Unix time."""
+
+    name: str
+    time_ns: int
+    attributes: Mapping[str, Any]
+    body: Mapping[str, Any]
+    resource: Mapping[str, Any]
+
+    def identity(self) -> "RunIdentity | None":
+        """Whose event it is; None if it names no run."""
+        return identity_of({**self.resource, **self.attributes})
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """A verl run and the names of the MLflow experiment and run that it gets."""
+
+    run_id: str
+    project: str
+    experiment: str
+
+
+@dataclass(frozen=True)
+class MlflowRun:
+    """Ids of an MLflow run."""
+
+    experiment_id: str
+    run_id: str
+
+
+def identity_of(attributes: Mapping[str, Any]) -> RunIdentity | None:
+    """The run that a resource or event belongs to, None if it names none."""
+    run_id = attributes.get(attr.RUN_ID)
+    if not run_id:
+        return None
+    project = str(attributes.get(attr.PROJECT_NAME) or "verl")
+    return RunIdentity(str(run_id), project, str(attributes.get(attr.EXPERIMENT_NAME) or run_id))
+
+
+def metric_name(key: str) -> str:
+    """verl's key as MLflow accepts it: the same as verl's own MLflow logger makes of it."""
+    name = re.sub(r"/+", "/", key.replace("@", "_at_"))
+    name = re.sub(r"[^/\w.\- :]", "_", name, flags=re.ASCII)
+    if len(name) <= MAX_KEY and name == posixpath.normpath(name) and not name.startswith(("/", "..")) and name != ".":
+        return name
+    digest = hashlib.sha256(key.encode(errors="replace")).hexdigest()[:8]
+    return re.sub(r"[./]+", "_", name)[: MAX_KEY - 9].strip() + "_" + digest
+
+
+class Runs:
+    """The MLflow runs of a tracking server, by verl run."""
+
+    def __init__(self, client: MlflowClient) -> None:
+        self._client = client
+        self._known: dict[str, MlflowRun] = {}
+        self._locks: dict[str, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def resolve(self, identity: RunIdentity) -> MlflowRun:
+        """The MLflow run of a verl run, made if there is none yet."""
+        with self._lock_of(identity.run_id):
+            known = self._known.get(identity.run_id)
+            if known is None:
+                known = self._known[identity.run_id] = self._find(identity) or self._create(identity)
+            return known
+
+    def forget(self, identity: RunIdentity) -> None:
+        """Look the run up again next time: MLflow says that it is not there any more."""
+        self._known.pop(identity.run_id, None)
+
+    def handle(self, events: Iterable[RunEvent]) -> int:
+        """Write events to MLflow; returns how many were not for it (no run named, or unknown event)."""
+        ignored = 0
+        steps: dict[MlflowRun, list[Metric]] = {}
+        for event in events:
+            identity = event.identity()
+            if identity is None or event.name not in _HANDLED:
+                ignored += 1
+                continue
+            run = self.resolve(identity)
+            if event.name == attr.EVENT_STEP:
+                steps.setdefault(run, []).extend(_metrics(event))
+            elif event.name == attr.EVENT_RUN_STARTED:
+                self._started(run, event)
+            else:
+                self._write_metrics(steps)  # before the run is closed
+                steps = {}
+                self._finished(run, event)
+        self._write_metrics(steps)
+        return ignored
+
+    def _lock_of(self, run_id: str) -> threading.Lock:
+        with self._lock:
+            return self._locks.setdefault(run_id, threading.Lock())
+
+    def _find(self, identity: RunIdentity) -> MlflowRun | None:
+        experiment = self._client.get_experiment_by_name(identity.project)
+        if experiment is None:
+            return None
+        quoted = identity.run_id.replace("'", "''")
+        found = self._client.search_runs(
+            [experiment.experiment_id], filter_string=f"tags.`{TAG_RUN_ID}` = '{quoted}'", max_results=1
+        )
+        return MlflowRun(experiment.experiment_id, found[0].info.run_id) if found else None
+
+    def _create(self, identity: RunIdentity) -> MlflowRun:
+        experiment = self._client.get_experiment_by_name(identity.project)
+        experiment_id = (
+            experiment.experiment_id if experiment is not None else self._client.create_experiment(identity.project)
+        )
+        tags = {TAG_RUN_ID: identity.run_id, attr.EXPERIMENT_NAME: identity.experiment}
+        run = self._client.create_run(experiment_id, tags=tags, run_name=identity.experiment)
+        logger.info("run %s is MLflow run %s of experiment %r", identity.run_id, run.info.run_id, identity.project)
+        return MlflowRun(experiment_id, run.info.run_id)
+
+    def _started(self, run: MlflowRun, event: RunEvent) -> None:
+        current = self._client.get_run(run.run_id)
+        tags = {TAG_ATTEMPT: str(event.attributes.get(attr.RUN_ATTEMPT, 1))}
+        if event.body.get(_COMMIT):
+            tags["mlflow.source.git.commit"] = str(event.body[_COMMIT])
+        if event.resource.get(attr.VERL_VERSION):
+            tags[attr.VERL_VERSION] = str(event.resource[attr.VERL_VERSION])
+        new = []
+        for key, value in event.body.items():
+            name, text = metric_name(key), str(value)[:MAX_VALUE]
+            recorded = current.data.params.get(name)
+            if key == _COMMIT or recorded == text:
+                continue
+            if recorded is None:
+                new.append(Param(name, text))
+            else:  # MLflow's parameters cannot change; a resumed run's can
+                tags[f"{name}.attempt_{tags[TAG_ATTEMPT]}"[:MAX_KEY]] = text
+        for start in range(0, len(new), PARAMS_PER_REQUEST):
+            self._client.log_batch(run.run_id, params=new[start : start + PARAMS_PER_REQUEST])
+        run_tags = [RunTag(key, value) for key, value in tags.items()]
+        for start in range(0, len(run_tags), TAGS_PER_REQUEST):
+            self._client.log_batch(run.run_id, tags=run_tags[start : start + TAGS_PER_REQUEST])
+        if current.info.status != "RUNNING" and event.time_ns > int(current.data.tags.get(TAG_FINISHED_AT, 0)):
+            self._client.update_run(run.run_id, status="RUNNING")
+
+    def _finished(self, run: MlflowRun, event: RunEvent) -> None:
+        tags = [RunTag(TAG_FINISHED_AT, str(event.time_ns))]
+        tags += [RunTag(key, str(value)[:MAX_VALUE]) for key, value in event.body.items() if key.startswith("exception.")]
+        self._client.log_batch(run.run_id, tags=tags)
+        state = _STATE.get(str(event.attributes.get(attr.RUN_STATE)), "FINISHED")
+        self._client.set_terminated(run.run_id, status=state, end_time=event.time_ns // 1_000_000)
+
+    def _write_metrics(self, metrics: Mapping[MlflowRun, list[Metric]]) -> None:
+        for run, points in metrics.items():
+            for start in range(0, len(points), METRICS_PER_REQUEST):
+                self._client.log_batch(run.run_id, metrics=points[start : start + METRICS_PER_REQUEST])
+
+
+_HANDLED = frozenset({attr.EVENT_STEP, attr.EVENT_RUN_STARTED, attr.EVENT_RUN_FINISHED})
+
+
+def _metrics(event: RunEvent) -> list[Metric]:
+    step = int(event.attributes.get(attr.STEP_NUMBER, 0))
+    time_ms = event.time_ns // 1_000_000
+    taken: dict[str, str] = {}
+    points = []
+    for key, value in event.body.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        name = metric_name(key)
+        if taken.setdefault(name, key) != key:  # two keys that MLflow would not tell apart
+            name = f"{name[: MAX_KEY - 9]}_{hashlib.sha256(key.encode(errors='replace')).hexdigest()[:8]}"
+        points.append(Metric(name, float(value), time_ms, step))
+    return points
