@@ -26,7 +26,7 @@ FOLDER = "VERL_OTEL_FOLDER"
 """Folder under which runs are recorded when no OTLP endpoint is configured. Default: `./verl-otel`."""
 
 TRAJECTORIES = "VERL_OTEL_TRAJECTORIES"
-"""How many trajectories of a step each agent-loop worker records as spans; 0 for none. Default: 8."""
+"""How many trajectories of a step each agent-loop worker records as spans; 0 for none. Default: 4."""
 
 EXIT_TIMEOUT = "VERL_OTEL_EXIT_TIMEOUT"
 """Seconds by which the end of the run may be delayed to send what is pending. Default: 5."""
@@ -76,7 +76,7 @@ class Settings:
         env = os.environ if environ is None else environ
         return cls(
             folder=os.path.abspath(env.get(FOLDER) or "verl-otel"),
-            trajectories=int(number(env, TRAJECTORIES, 8, 0)),
+            trajectories=int(number(env, TRAJECTORIES, 4, 0)),
             exit_timeout=number(env, EXIT_TIMEOUT, 5.0, 0),
             disabled_hooks=frozenset(h.strip() for h in env.get(DISABLED_HOOKS, "").split(",") if h.strip()),
         )

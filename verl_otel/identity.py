@@ -20,7 +20,8 @@ from verl_otel.semconv import attributes as attr
 LAUNCHER, TRAINER, WORKER, AGENT_LOOP = "launcher", "trainer", "worker", "agent_loop"
 ROLLOUT_SERVER, REWARD_WORKER, OTHER = "rollout_server", "reward_worker", "other"
 
-# Ray actor class name -> role, first match wins. Names of verl 0.6.1 to 0.9.1; a user's own subclass usually keeps them.
+# Ray actor class name -> role, first match wins. Names of verl 0.6.1 to 0.9.1; a user's own subclass usually keeps
+# them.
 _ROLE_OF_CLASS = (
     (re.compile(r"TaskRunner|Trainer\b|FullyAsyncTrainer"), TRAINER),
     (re.compile(r"AgentLoop"), AGENT_LOOP),

@@ -1,7 +1,7 @@
-"""Switches the hooks on and off: what `opentelemetry-instrument` loads (entry point group `opentelemetry_instrumentor`).
+"""Switches the hooks on and off: what `opentelemetry-instrument` loads (group `opentelemetry_instrumentor`).
 
-Runs in every Python process under `opentelemetry-instrument`, most of which never import verl: registers import hooks and
-does nothing else.
+Runs in every Python process under `opentelemetry-instrument`, most of which never import verl: registers import hooks
+and does nothing else.
 """
 
 from collections.abc import Collection

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from binaries import ROOT, binary  # noqa: E402
+from binaries import ROOT, binary
 
 FIXED = {
     "otlp_grpc": 4317,

@@ -11,8 +11,8 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
         help="make one HTML page of a recorded run",
-        description="Make one self-contained HTML page of a recorded run: the time line of its steps, stages and ranks, "
-        "and the curves of its metrics.",
+        description="Make one self-contained HTML page of a recorded run: the time line of its steps, stages and "
+        "ranks, and the curves of its metrics.",
     )
     parser.add_argument("folder", type=Path, help="folder of the run, such as verl-otel/<run id>")
     parser.add_argument("-o", "--output", type=Path, help="file to write (default: report.html in the folder)")

@@ -63,7 +63,8 @@ class Flusher:
             self._wanted.clear()
             with self._changed:
                 number = self._requested
-            # Each provider in a thread's turn of its own is not needed: exporters that hang are bounded by their timeout.
+            # Each provider in a thread's turn of its own is not needed: exporters that hang are bounded by their
+            # timeout.
             for flush in self._flushes:
                 try:
                     flush()

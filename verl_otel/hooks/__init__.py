@@ -1,7 +1,7 @@
 """One file per seam of verl or Ray. Each says what it wraps and in which versions that exists.
 
-`HOOKS` lists them. A hook is installed when the module that it wraps is imported, by `install(module, patches)`; nothing
-is imported by us. A seam that some version lacks turns that one hook off, with a warning; the others work.
+`HOOKS` lists them. A hook is installed when the module that it wraps is imported, by `install(module, patches)`;
+nothing is imported by us. A seam that some version lacks turns that one hook off, with a warning; the others work.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """`verl.utils.ray_utils.auto_await` (verl 0.7.1 on): the caller's context inside, and the version of the weights.
 
-verl's decorator may run the coroutine in another thread, where the context would be empty. The decorator itself looks at
-its caller's frame, so decorated methods must never be wrapped from outside; what it decorates is wrapped instead.
+verl's decorator may run the coroutine in another thread, where the context would be empty. The decorator itself looks
+at its caller's frame, so decorated methods must never be wrapped from outside; what it decorates is wrapped instead.
 """
 
 import functools

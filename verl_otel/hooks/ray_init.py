@@ -39,7 +39,8 @@ def install(module: ModuleType, patches: Patches) -> None:
 def _telemetry_of_launcher(caller: FrameType | None) -> "telemetry.Telemetry | None":
     """The launcher's telemetry, with its run's span opened, named by the configuration that the caller has.
 
-    `run_ppo(config, ...)` of all versions of verl calls `ray.init`; no other seam shows the configuration in the launcher.
+    `run_ppo(config, ...)` of all versions of verl calls `ray.init`; no other seam shows the configuration in the
+    launcher.
     """
     config_of_run = caller.f_locals.get("config") if caller is not None else None
     trainer = getattr(config_of_run, "trainer", None)

@@ -1,7 +1,7 @@
 """`verl.single_controller.base.decorator.register` (verl 0.6.1 to 0.9.1): every method that runs on ranks.
 
-The one chokepoint on the side of the workers: roles of a fused WorkerDict, plain worker classes, SFT. Kept are what verl
-and Ray look at: the attributes that `register` sets, and whether the method is a coroutine function.
+The one chokepoint on the side of the workers: roles of a fused WorkerDict, plain worker classes, SFT. Kept are what
+verl and Ray look at: the attributes that `register` sets, and whether the method is a coroutine function.
 """
 
 import functools

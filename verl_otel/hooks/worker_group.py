@@ -1,8 +1,8 @@
-"""`verl.single_controller.ray.base._bind_workers_method_to_parent` (verl 0.6.1 to 0.9.1): roles fused into a WorkerDict.
+"""`verl.single_controller.ray.base._bind_workers_method_to_parent` (verl 0.6.1 to 0.9.1): fused WorkerDicts.
 
-verl binds each registered method of a role to the class `WorkerDict`, which Ray pickles by value. The methods that it has
-bound are wrapped to take the carrier and to say for which role they were called. The wrapper travels with the class, so
-it refers to nothing of ours by name, and works in a process that does not have this package.
+verl binds each registered method of a role to the class `WorkerDict`, which Ray pickles by value. The methods that it
+has bound are wrapped to take the carrier and to say for which role they were called. The wrapper travels with the
+class, so it refers to nothing of ours by name, and works in a process that does not have this package.
 """
 
 import functools

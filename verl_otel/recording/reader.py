@@ -1,7 +1,7 @@
 """OTLP/JSON lines -> spans and events.
 
-Reads what `verl_otel.export.files` and the Collector's `file` exporter write. A line that cannot be read (a torn tail, a
-foreign file) is counted and left out; the rest is not lost.
+Reads what `verl_otel.export.files` and the Collector's `file` exporter write. A line that cannot be read (a torn
+tail, a foreign file) is counted and left out; the rest is not lost.
 """
 
 import json

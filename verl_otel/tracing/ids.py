@@ -2,8 +2,8 @@
 
 The trace of a step has an id derived from (run id, attempt, step), and the step's stages have derived span ids, so that
 an agent-loop worker which knows only the step's number puts its spans into the right trace, under the right stage.
-Ids that are not derived come from the operating system: never from `random`, which training code seeds (equal ids on all
-ranks) and whose sequence must not depend on whether we are there.
+Ids that are not derived come from the operating system: never from `random`, which training code seeds (equal ids on
+all ranks) and whose sequence must not depend on whether we are there.
 """
 
 import hashlib

@@ -158,7 +158,8 @@ class Steps:
         context = otel_context.get_current()
         if otel_context.get_value(_IN_STEP, context):
             return self._open(timer, stage, context, attributes, self.number())
-        # Outside verl's step: before it (profiling), after it (validation); it belongs to the step's trace all the same.
+        # Outside verl's step: before it (profiling), after it (validation); it belongs to the step's trace all the
+        # same.
         number = self.number()
         before_training = self._step_span is None
         if timer == VALIDATION_TIMER and before_training:

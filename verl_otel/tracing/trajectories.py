@@ -1,7 +1,7 @@
 """Trajectories of the agent loop: `verl.trajectory` > `verl.generate`, `verl.tool`, `verl.compute_score`.
 
-They run in the agent-loop workers, ahead of or beside the trainer, and sit under the rollout (or validation) stage of the
-step that scheduled them. Only the first few of each step and worker are recorded; the rest are counted.
+They run in the agent-loop workers, ahead of or beside the trainer, and sit under the rollout (or validation) stage of
+the step that scheduled them. Only the first few of each step and worker are recorded; the rest are counted.
 """
 
 from collections import OrderedDict

@@ -1,7 +1,7 @@
 """Calls on the ranks of worker groups: one span per call and rank, directly under the stage that made it.
 
-`enter`/`leave` are called around each method that verl registered for remote calls and never raise. Of nested registered
-calls only the outermost has a span.
+`enter`/`leave` are called around each method that verl registered for remote calls and never raise. Of nested
+registered calls only the outermost has a span.
 """
 
 import os

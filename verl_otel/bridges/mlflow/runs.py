@@ -174,7 +174,9 @@ class Runs:
 
     def _finished(self, run: MlflowRun, event: RunEvent) -> None:
         tags = [RunTag(TAG_FINISHED_AT, str(event.time_ns))]
-        tags += [RunTag(key, str(value)[:MAX_VALUE]) for key, value in event.body.items() if key.startswith("exception.")]
+        tags += [
+            RunTag(key, str(value)[:MAX_VALUE]) for key, value in event.body.items() if key.startswith("exception.")
+        ]
         self._client.log_batch(run.run_id, tags=tags)
         state = _STATE.get(str(event.attributes.get(attr.RUN_STATE)), "FINISHED")
         self._client.set_terminated(run.run_id, status=state, end_time=event.time_ns // 1_000_000)

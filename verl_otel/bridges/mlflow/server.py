@@ -1,7 +1,7 @@
 """The bridge's OTLP/HTTP receiver: `/v1/logs` and `/v1/traces`, protobuf (logs also JSON), gzip.
 
-Answers so that the Collector does the right thing: 503 when MLflow is away (it keeps the data and tries again), 400, 413,
-415 for what can never be taken, and a partial success that says how much was not for MLflow.
+Answers so that the Collector does the right thing: 503 when MLflow is away (it keeps the data and tries again), 400,
+413, 415 for what can never be taken, and a partial success that says how much was not for MLflow.
 """
 
 import logging
@@ -75,7 +75,9 @@ def _log_handler(runs: Runs) -> Any:
         ignored = runs.handle(events_of(request))
         if ignored:
             response.partial_success.rejected_log_records = ignored
-            response.partial_success.error_message = "log records without verl.run.id or of other names are not for MLflow"
+            response.partial_success.error_message = (
+                "log records without verl.run.id or of other names are not for MLflow"
+            )
 
     return handle
 

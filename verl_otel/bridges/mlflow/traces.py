@@ -1,7 +1,7 @@
 """Spans -> MLflow's OTLP endpoint, each run's with the headers of its own experiment and run.
 
-MLflow links a trace to the run when the trace's root span is in the request, and not at all if a request has more than 100
-root spans; so requests are made per run and kept small.
+MLflow links a trace to the run when the trace's root span is in the request, and not at all if a request has more
+than 100 root spans; so requests are made per run and kept small.
 """
 
 from collections.abc import Iterator
