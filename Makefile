@@ -1,0 +1,42 @@
+# `make demo` and `make test` do all the set-up themselves. `make help` lists everything.
+SHELL := /bin/bash
+PYTHON_IN_ENV := .venv/bin/python
+.DEFAULT_GOAL := help
+.PHONY: help env demo demo-stack test test-fast bench lint binaries collector-sources clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
+
+env: ## the tested environment in .venv
+	@tests/testbed/setup.sh .venv
+
+demo: env ## a real verl run, recorded; prints where its page is
+	@$(PYTHON_IN_ENV) tests/testbed/demo.py
+
+demo-stack: env ## the same run through a Collector to Jaeger, Prometheus and MLflow on this machine
+	@$(PYTHON_IN_ENV) tests/testbed/demo.py --stack
+
+test: env ## every test; the cheap ones first
+	@$(PYTHON_IN_ENV) -m pytest tests/unit tests/contract
+	@$(PYTHON_IN_ENV) deploy/local/binaries.py
+	@$(PYTHON_IN_ENV) -m pytest tests/integration tests/e2e
+
+test-fast: env ## only the tests that need neither a run nor the stack
+	@$(PYTHON_IN_ENV) -m pytest tests/unit tests/contract
+
+bench: env ## what telemetry costs a training thread, and how long a value takes to Prometheus
+	@$(PYTHON_IN_ENV) tests/bench/hooks.py
+	@$(PYTHON_IN_ENV) tests/bench/latency.py
+
+lint: env ## ruff and pyright
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/pyright
+
+binaries: env ## build the Collector, Jaeger and Prometheus (once)
+	@$(PYTHON_IN_ENV) deploy/local/binaries.py
+
+collector-sources: ## generate collector/distribution from collector/builder.yaml
+	GOFLAGS=-buildvcs=false go run go.opentelemetry.io/collector/cmd/builder@v0.155.0 --config collector/builder.yaml --skip-compilation || true
+	cd collector/distribution && go mod tidy -e
+
+clean: ## remove the environment and what runs left
+	rm -rf .venv demo-output verl-otel
