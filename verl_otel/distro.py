@@ -10,7 +10,6 @@ OTEL_PYTHON_CONFIGURATOR=verl_otel`.
 from typing import Any
 
 from opentelemetry.instrumentation.distro import BaseDistro
-from opentelemetry.sdk._configuration import _BaseConfigurator
 
 
 class VerlDistro(BaseDistro):
@@ -20,8 +19,8 @@ class VerlDistro(BaseDistro):
         pass
 
 
-class VerlConfigurator(_BaseConfigurator):
-    """Makes no provider: see the module."""
+class VerlConfigurator:
+    """Makes no provider: see the module. (The SDK's base class would load the SDK into every process.)"""
 
-    def _configure(self, **kwargs: Any) -> None:
+    def configure(self, **kwargs: Any) -> None:
         pass

@@ -4,18 +4,21 @@ The run is named once, in the launcher, and travels to every other process by en
 imports Ray or verl: what they know is read only where they are loaded already.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import secrets
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
-
-from opentelemetry.sdk.resources import Resource
+from typing import TYPE_CHECKING, Any
 
 from verl_otel import border, config
 from verl_otel.semconv import attributes as attr
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
 
 LAUNCHER, TRAINER, WORKER, AGENT_LOOP = "launcher", "trainer", "worker", "agent_loop"
 ROLLOUT_SERVER, REWARD_WORKER, OTHER = "rollout_server", "reward_worker", "other"
@@ -99,7 +102,7 @@ class Identity:
     """The rank of a rank worker; for other processes the index among those of their kind."""
 
     @classmethod
-    def detect(cls) -> "Identity":
+    def detect(cls) -> Identity:
         """Read the identity from the environment and, where Ray is loaded, from the actor that runs here."""
         class_name = actor_name = ""
         try:
@@ -129,6 +132,8 @@ class Identity:
 
     def resource(self) -> Resource:
         """The resource of this process; the user's `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME` win."""
+        from opentelemetry.sdk.resources import Resource
+
         ours = {
             attr.SERVICE_NAME: _SERVICE_OF_ROLE[self.role],
             attr.SERVICE_NAMESPACE: "verl",

@@ -25,6 +25,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import ProxyTracerProvider, TracerProvider
 
 from verl_otel import border, config
+from verl_otel.export import reporting
 from verl_otel.tracing.ids import DerivedIdGenerator
 
 FILE_EXPORTER = "verl_otel_file"
@@ -61,6 +62,7 @@ def make(
             return given
         if not _is_unset(current):
             return current
+        reporting.install()
         provider = build(resource)
         publish(provider)
         owned.append(provider)

@@ -49,9 +49,9 @@ def _wrap_calls(actor_method: Any, patches: Patches) -> None:
     def _remote(self: Any, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         try:
             kind = propagation.carrier_kind(_signature(self))
-            if kind and telemetry.peek() is not None:
+            if kind and telemetry.peek() is not None and (kind == propagation.BY_VALUE or _takes_carrier(self)):
                 carrier = propagation.inject()
-                if carrier and (kind == propagation.BY_VALUE or _takes_carrier(self)):
+                if carrier:
                     kwargs = {**(kwargs or {}), propagation.CARRIER: carrier}
         except Exception:
             border.caught("passing the trace context to an actor")

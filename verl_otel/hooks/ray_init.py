@@ -5,16 +5,21 @@ there as well. Keys that the user, verl or `ray job submit` have set are left al
 may be secrets.
 """
 
+from __future__ import annotations
+
 import functools
 import json
 import os
 import sys
 from collections.abc import Mapping
 from types import FrameType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_otel import border, config, identity, telemetry
 from verl_otel.hooks.patches import Patches
+
+if TYPE_CHECKING:
+    from verl_otel.assembly import Telemetry
 
 _CARRIED_PREFIXES = ("OTEL_", "VERL_OTEL_")
 _PERCENT_ENCODED = ("_HEADERS", "OTEL_RESOURCE_ATTRIBUTES")
@@ -36,7 +41,7 @@ def install(module: ModuleType, patches: Patches) -> None:
     patches.set(module, "init", init)
 
 
-def _telemetry_of_launcher(caller: FrameType | None) -> "telemetry.Telemetry | None":
+def _telemetry_of_launcher(caller: FrameType | None) -> Telemetry | None:
     """The launcher's telemetry, with its run's span opened, named by the configuration that the caller has.
 
     `run_ppo(config, ...)` of all versions of verl calls `ray.init`; no other seam shows the configuration in the
@@ -52,7 +57,7 @@ def _telemetry_of_launcher(caller: FrameType | None) -> "telemetry.Telemetry | N
     return t
 
 
-def environment(t: "telemetry.Telemetry") -> dict[str, str]:
+def environment(t: Telemetry) -> dict[str, str]:
     """The environment variables that make a worker a process of this run."""
     env = {key: _literal(key, value) for key, value in os.environ.items() if key.startswith(_CARRIED_PREFIXES)}
     env[config.RUN_ID] = t.identity.run_id

@@ -4,13 +4,18 @@ verl opens it around each run of an agent loop, of its own and of users' classes
 inside stays as it is.
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_otel import telemetry
 from verl_otel.hooks.patches import Patches
+
+if TYPE_CHECKING:
+    from verl_otel.assembly import Telemetry
 
 
 def install(module: ModuleType, patches: Patches) -> None:
@@ -32,7 +37,7 @@ def install(module: ModuleType, patches: Patches) -> None:
 class _TrajectoryContext:
     """verl's context manager inside ours."""
 
-    def __init__(self, t: "telemetry.Telemetry", inner: Any, arguments: dict[str, Any]) -> None:
+    def __init__(self, t: Telemetry, inner: Any, arguments: dict[str, Any]) -> None:
         self._telemetry = t
         self._inner = inner
         self._arguments = arguments

@@ -3,17 +3,22 @@
 `log` hands over a shallow copy of the dictionary and does what it did before. verl's own loggers are not touched.
 """
 
+from __future__ import annotations
+
 import functools
 import subprocess
 import threading
 import time
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_otel import border, telemetry
 from verl_otel.hooks.patches import Patches
 from verl_otel.metrics.recorder import Logged
+
+if TYPE_CHECKING:
+    from verl_otel.assembly import Telemetry
 
 RECORDED_PARAMETERS = (
     "algorithm.adv_estimator",
@@ -121,7 +126,7 @@ def _wrap_finish(tracking: Any, patches: Patches) -> None:
     patches.set(tracking, "finish", finish)
 
 
-def _announce(t: "telemetry.Telemetry", project: str, experiment: str, recorded: dict[str, Any]) -> None:
+def _announce(t: Telemetry, project: str, experiment: str, recorded: dict[str, Any]) -> None:
     try:
         commit = _git_commit()
         t.run_started(project, experiment, {**recorded, "vcs.ref.head.revision": commit} if commit else recorded)

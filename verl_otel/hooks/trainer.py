@@ -4,15 +4,20 @@ From `init`/`init_workers` the set-up phase, from `_validate` the validation bef
 ones), from `fit` the number of the step, the end of the run and the last flush.
 """
 
+from __future__ import annotations
+
 import functools
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry import context as otel_context
 
 from verl_otel import border, telemetry
 from verl_otel.hooks import ray_actors
 from verl_otel.hooks.patches import Patches
+
+if TYPE_CHECKING:
+    from verl_otel.assembly import Telemetry
 
 
 def install_legacy(module: ModuleType, patches: Patches) -> None:
@@ -97,7 +102,7 @@ def _wrap_fit(trainer: Any, patches: Patches, waits_for_rollout: bool) -> None:
     patches.set(trainer, "fit", fit)
 
 
-def _finish(t: "telemetry.Telemetry", error: BaseException | None) -> None:
+def _finish(t: Telemetry, error: BaseException | None) -> None:
     try:
         t.run_finished(error)
         t.finish(ray_actors.flush_actors)

@@ -13,6 +13,7 @@ from typing import Any
 
 from opentelemetry import baggage, trace
 from opentelemetry import context as otel_context
+from opentelemetry.context import Context
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import Span, SpanKind, Tracer
 
@@ -46,8 +47,9 @@ class Call:
 class Workers:
     """Spans and durations of calls on this rank."""
 
-    def __init__(self, tracer: Tracer, meter: Meter, on_call_ended: Callable[[], Any]) -> None:
+    def __init__(self, tracer: Tracer, meter: Meter, run_context: Context, on_call_ended: Callable[[], Any]) -> None:
         self._tracer = tracer
+        self._run_context = run_context
         self._on_call_ended = on_call_ended
         self._duration = meter.create_histogram(
             *names.WORKER_DURATION, explicit_bucket_boundaries_advisory=names.DURATION_BUCKETS
@@ -66,8 +68,10 @@ class Workers:
                 attr.WORKER_METHOD: method,
             }
             attributes = {**labels, attr.WORKER_GROUP: str(group)} if group else labels
+            # A call that brought no context belongs to the run.
+            parent = None if trace.get_current_span().get_span_context().is_valid else self._run_context
             span = self._tracer.start_span(
-                attr.WORKER_SPAN_PREFIX + method, kind=SpanKind.SERVER, attributes=attributes
+                attr.WORKER_SPAN_PREFIX + method, context=parent, kind=SpanKind.SERVER, attributes=attributes
             )
             context = otel_context.set_value(_IN_CALL, True, trace.set_span_in_context(span))
             return Call(span, otel_context.attach(context), method, time.perf_counter(), labels)

@@ -1,0 +1,300 @@
+"""Every hook against the real verl that is installed: it fits, it does what it says, and it goes away."""
+
+import contextlib
+import importlib
+import inspect
+
+import pytest
+from opentelemetry.sdk._logs import LoggerProvider
+from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from verl_otel import VerlInstrumentor, border, hooks, telemetry
+from verl_otel.tracing.ids import DerivedIdGenerator
+
+SEAMS = {
+    "ray": ["init"],
+    "ray.actor": ["ActorClass._remote", "ActorMethod._remote"],
+    "verl.utils.profiler.performance": ["_timer"],
+    "verl.utils.tracking": ["Tracking.__init__", "Tracking.log", "Tracking.finish"],
+    "verl.single_controller.base.decorator": ["register"],
+    "verl.single_controller.ray.base": ["_bind_workers_method_to_parent"],
+    "verl.utils.rollout_trace": ["rollout_trace_attr"],
+    "verl.utils.ray_utils": ["auto_await"],
+    "verl.trainer.ppo.ray_trainer": ["RayPPOTrainer.fit", "RayPPOTrainer.init_workers", "RayPPOTrainer._validate"],
+    "verl.trainer.ppo.v1.trainer_base": ["PPOTrainer.fit", "PPOTrainer.init", "PPOTrainer._validate"],
+    "verl.experimental.reward_loop.reward_loop": ["RewardLoopWorker.compute_score"],
+}
+
+
+def resolve(module: str, name: str):
+    owner = importlib.import_module(module)
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    return vars(owner)[last]
+
+
+def seams():
+    return {(module, name): resolve(module, name) for module, names in SEAMS.items() for name in names}
+
+
+class Seen:
+    """What was exported."""
+
+    def __init__(self):
+        self.spans_exporter = InMemorySpanExporter()
+        self.reader = InMemoryMetricReader()
+        self.logs = InMemoryLogRecordExporter()
+
+    @property
+    def spans(self):
+        return self.spans_exporter.get_finished_spans()
+
+    @property
+    def events(self):
+        return [log.log_record for log in self.logs.get_finished_logs()]
+
+    def points(self, name):
+        data = self.reader.get_metrics_data()
+        metrics = [m for r in data.resource_metrics for s in r.scope_metrics for m in s.metrics] if data else []
+        return [point for m in metrics if m.name == name for point in m.data.data_points]
+
+
+@contextlib.contextmanager
+def instrumented():
+    """verl instrumented, everything exported to memory."""
+    seen = Seen()
+    tracer_provider = TracerProvider(id_generator=DerivedIdGenerator(), shutdown_on_exit=False)
+    tracer_provider.add_span_processor(SimpleSpanProcessor(seen.spans_exporter))
+    logger_provider = LoggerProvider(shutdown_on_exit=False)
+    logger_provider.add_log_record_processor(SimpleLogRecordProcessor(seen.logs))
+    instrumentor = VerlInstrumentor()
+    instrumentor.instrument(
+        skip_dep_check=True,
+        tracer_provider=tracer_provider,
+        meter_provider=MeterProvider([seen.reader], shutdown_on_exit=False),
+        logger_provider=logger_provider,
+    )
+    try:
+        yield seen
+    finally:
+        instrumentor.uninstrument()
+
+
+def test_every_hook_fits_this_version_and_uninstrument_puts_every_name_back():
+    before = seams()
+    with instrumented():
+        assert hooks.status() == {hook.module: "installed" for hook in hooks.HOOKS}
+        replaced = seams()
+        assert [seam for seam in before if replaced[seam] is before[seam]] == []
+    after = seams()
+    assert [seam for seam in before if after[seam] is not before[seam]] == []
+
+
+def test_instrumenting_again_after_uninstrument_works():
+    for _ in range(2):
+        with instrumented() as seen:
+            time_one_stage("adv")
+        assert [span.name for span in seen.spans] == ["verl.advantage"]
+
+
+def time_one_stage(name):
+    from verl.utils.profiler import marked_timer
+
+    timing = {}
+    with marked_timer(name, timing):
+        pass
+    return timing
+
+
+def test_a_stage_span_covers_the_interval_that_verl_times():
+    with instrumented() as seen:
+        timing = time_one_stage("update_actor")
+    (span,) = seen.spans
+    assert span.name == "verl.update_actor"
+    assert 0 <= (span.end_time - span.start_time) / 1e9 - timing["update_actor"] < 0.05
+
+
+def test_a_failing_stage_has_error_status_and_the_same_exception_reaches_verl():
+    from verl.utils.profiler import marked_timer
+
+    failure = RuntimeError("out of memory")
+    with instrumented() as seen, pytest.raises(RuntimeError) as caught, marked_timer("update_critic", {}):
+        raise failure
+    assert caught.value is failure
+    (span,) = seen.spans
+    assert span.status.status_code.name == "ERROR"
+    assert span.events[0].attributes["exception.message"] == "out of memory"
+
+
+def test_what_tracking_logs_becomes_metrics_and_one_step_event(tmp_path, monkeypatch):
+    from verl.utils.tracking import Tracking
+
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path))
+    data = {"critic/score/mean": 0.1234567890123, "actor/grad_norm": 2, "val-core/a/b/acc/mean@4": 0.5, "note": "text"}
+    with instrumented() as seen:
+        tracking = Tracking("project", "experiment", default_backend=["file"], config={"trainer": {"nnodes": 1}})
+        tracking.log(data={k: v for k, v in data.items() if k != "note"}, step=7)
+        tracking.log(data={"note": "text"}, step=8)
+        assert telemetry.current().recorder.drained(10)
+        (point,) = seen.points("verl.reward.mean")
+        assert point.value == data["critic/score/mean"]
+        assert dict(point.attributes) == {
+            "rank": "all",
+            "stage": "reward",
+            "model_type": "reward",
+            "verl.key": "critic/score/mean",
+        }
+    steps = [event for event in seen.events if event.event_name == "verl.step"]
+    assert [(e.attributes["verl.step.number"], dict(e.body)) for e in steps] == [
+        (7, {k: v for k, v in data.items() if k != "note"}),
+        (8, {}),
+    ]
+
+
+def test_tracking_works_as_before_when_our_part_fails(monkeypatch, tmp_path, caplog):
+    from verl.utils.tracking import Tracking
+
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path))
+
+    def broken(*_):
+        raise ValueError("ours")
+
+    with instrumented():
+        monkeypatch.setattr(telemetry.current().recorder, "submit", broken)
+        tracking = Tracking("project", "experiment", default_backend=["file"])
+        tracking.log(data={"a/b": 1.5}, step=1)
+        tracking.log(data={"a/b": 2.5}, step=2)
+    (written,) = tmp_path.rglob("*.jsonl")
+    assert len(written.read_text().splitlines()) == 2
+    assert [r.message for r in caplog.records if r.name == "verl_otel"].count(
+        "verl-otel: Tracking.log failed; the run goes on, this part of its telemetry is lost"
+    ) == 1
+
+
+@pytest.fixture(autouse=True)
+def fresh_border():
+    border._counts.clear()
+
+
+def registered_worker():
+    """A worker class as verl writes them, with registered methods of both kinds."""
+    from verl.single_controller.base import decorator
+
+    class Engine:
+        rank = 3
+
+        @decorator.register(dispatch_mode=decorator.Dispatch.ONE_TO_ALL)
+        def update_actor(self, x):
+            return self.train_mini_batch(x) + 1
+
+        @decorator.register(dispatch_mode=decorator.Dispatch.ONE_TO_ALL)
+        def train_mini_batch(self, x):
+            if x < 0:
+                raise ValueError("negative")
+            return x * 2
+
+        @decorator.register(dispatch_mode=decorator.Dispatch.ONE_TO_ALL)
+        async def update_weights(self, x):
+            return x
+
+    return Engine
+
+
+def test_a_registered_method_keeps_what_verl_and_ray_look_at():
+    from verl.single_controller.base import decorator
+
+    plain = registered_worker()
+    with instrumented():
+        wrapped = registered_worker()
+    for name in ("update_actor", "update_weights"):
+        before, after = vars(plain)[name], vars(wrapped)[name]
+        assert getattr(after, decorator.MAGIC_ATTR) == getattr(before, decorator.MAGIC_ATTR)
+        assert inspect.iscoroutinefunction(after) == inspect.iscoroutinefunction(before)
+        assert after.__name__ == before.__name__
+
+
+def test_nested_worker_calls_have_one_span_with_rank_and_error():
+    with instrumented() as seen:
+        worker = registered_worker()()
+        assert worker.update_actor(2) == 5
+        with pytest.raises(ValueError, match="negative"):
+            worker.update_actor(-1)
+    assert [(s.name, s.attributes["rank"], s.status.status_code.name) for s in seen.spans] == [
+        ("verl.worker.update_actor", "3", "UNSET"),
+        ("verl.worker.update_actor", "3", "ERROR"),
+    ]
+
+
+def test_a_worker_wrapped_while_instrumented_works_after_uninstrument():
+    with instrumented() as seen:
+        worker = registered_worker()()
+    assert worker.update_actor(2) == 5
+    assert seen.spans == ()
+
+
+def test_a_hook_that_does_not_fit_is_off_and_says_so_and_the_others_work(monkeypatch, caplog):
+    from verl.utils import tracking
+
+    monkeypatch.delattr(tracking, "Tracking")
+    with instrumented() as seen:
+        assert hooks.status()["verl.utils.tracking"].startswith("AttributeError")
+        time_one_stage("adv")
+    assert [span.name for span in seen.spans] == ["verl.advantage"]
+    assert sum("that part of the telemetry is off" in r.message for r in caplog.records) == 1
+
+
+def test_trajectories_are_sampled_capped_and_in_the_trace_of_their_step(monkeypatch):
+    from verl.utils.profiler.performance import simple_timer
+    from verl.utils.rollout_trace import rollout_trace_attr  # noqa: F401  (imported before: replaced where it is)
+
+    monkeypatch.setenv("VERL_OTEL_TRAJECTORIES", "2")
+    with instrumented() as seen:
+        from verl.utils import rollout_trace
+
+        for sample in range(5):
+            with (
+                rollout_trace.rollout_trace_attr(sample_index=sample, step=4, rollout_n=0, validate=False),
+                simple_timer("generate_sequences", {}),
+            ):
+                pass
+        dropped = {tuple(p.attributes.values()): p.value for p in seen.points("verl.otel.dropped")}
+        identity = telemetry.current().identity
+    from verl_otel.tracing import ids
+
+    names = [span.name for span in seen.spans]
+    assert names == ["verl.generate", "verl.trajectory"] * 2
+    assert {s.context.trace_id for s in seen.spans} == {ids.trace_id(identity.run_id, identity.attempt, 4)}
+    assert seen.spans[1].parent.span_id == ids.span_id(identity.run_id, identity.attempt, 4, "gen")
+    assert dropped == {("traces", "trajectory_cap"): 3}
+
+
+def test_auto_await_keeps_the_callers_context_and_its_own_rules():
+    import asyncio
+
+    from opentelemetry import trace
+    from verl.utils import ray_utils
+
+    with instrumented():
+
+        @ray_utils.auto_await
+        async def current():
+            return trace.get_current_span().get_span_context().span_id
+
+        tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
+        with tracer.start_as_current_span("outer") as span:
+            wanted = span.get_span_context().span_id
+
+            def sync_in_loop():
+                return current()  # runs in another thread
+
+            async def from_coroutine():
+                return await current(), sync_in_loop()
+
+            assert current() == wanted
+            assert asyncio.run(from_coroutine()) == (wanted, wanted)

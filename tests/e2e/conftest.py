@@ -1,0 +1,91 @@
+"""Runs and services that several tests look at: each is started once, by the first test that needs it."""
+
+import shutil
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests" / "testbed"), str(ROOT / "deploy" / "local")]
+
+import bed  # noqa: E402
+from stack import Stack  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def fork_server():
+    server = bed.ForkServer.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory):
+    """The Collector, Jaeger, Prometheus, MLflow and the bridge."""
+    stack = Stack(tmp_path_factory.mktemp("stack"))
+    stack.start()
+    yield stack
+    stack.stop()
+
+
+@pytest.fixture(scope="session")
+def ppo_run(tmp_path_factory, stack, fork_server):
+    """PPO with critic and reference, 2 ranks, 3 steps, through the stack, beside verl's own loggers."""
+    folder = tmp_path_factory.mktemp("ppo")
+    run = bed.run(
+        folder,
+        [
+            *bed.PPO_WITH_CRITIC_AND_REFERENCE,
+            *bed.FAST_SAMPLER,
+            "trainer.logger=[console,tensorboard,file,mlflow]",
+            "trainer.project_name=alpha",
+            "trainer.experiment_name=ppo",
+            "trainer.save_freq=2",
+        ],
+        fork_server=fork_server,
+        environment={
+            "OTEL_EXPORTER_OTLP_ENDPOINT": stack.url("otlp_http"),
+            "VERL_OTEL_RUN_ID": "ppo-run",
+            "TENSORBOARD_DIR": str(folder / "tensorboard"),
+            "VERL_FILE_LOGGER_ROOT": str(folder / "file"),
+            "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/own-mlflow.db",  # verl's own logger; ours goes to the stack
+        },
+    )
+    assert run.returncode == 0, run.output[-4000:]
+    return run
+
+
+@pytest.fixture(scope="session")
+def plain_run(tmp_path_factory):
+    """The main job as a user types it: its own Ray cluster, no fork server, nothing configured. GRPO, 2 ranks."""
+    run = bed.run(tmp_path_factory.mktemp("plain"), ["grpo", *bed.FAST_SAMPLER], steps=2)
+    assert run.returncode == 0, run.output[-4000:]
+    return run
+
+
+@pytest.fixture(scope="session")
+def joined_run(tmp_path_factory, fork_server):
+    """A run on a Ray cluster that was started before, without any of our settings."""
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        port = s.getsockname()[1]
+    with bed.cluster(port) as address:
+        folder = tmp_path_factory.mktemp("joined")
+        run = bed.run(
+            folder,
+            [*bed.PPO_WITH_CRITIC_AND_REFERENCE, *bed.FAST_SAMPLER],
+            steps=2,
+            cluster=address,
+            fork_server=fork_server,
+        )
+    assert run.returncode == 0, run.output[-4000:]
+    return run
+
+
+@pytest.fixture
+def short_folder():
+    folder = tempfile.mkdtemp(prefix="vo", dir="/tmp")
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,120 @@
+"""What all unit tests share: a clean process around each test, and a real SDK pipeline that exports to memory."""
+
+import os
+
+import pytest
+from hypothesis import settings
+from opentelemetry import context as otel_context
+from opentelemetry.sdk._logs import LoggerProvider
+from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from verl_otel import border
+from verl_otel.tracing.ids import DerivedIdGenerator
+
+settings.register_profile("unit", database=None, deadline=None, derandomize=True)
+settings.load_profile("unit")
+
+READ_FROM_THE_ENVIRONMENT = (
+    "OTEL_",
+    "VERL_OTEL_",
+    "TRACEPARENT",
+    "TRACESTATE",
+    "BAGGAGE",
+    "RAY_JOB_CONFIG_JSON_ENV_VAR",
+    "RANK",
+    "TORCHELASTIC_RUN_ID",
+    "PYTHONPATH",
+)
+
+
+@pytest.fixture(autouse=True)
+def clean_process(monkeypatch):
+    """No setting of the machine gets into a test, no warning is spent already, and no test leaks its context."""
+    for variable in list(os.environ):
+        if variable.startswith(READ_FROM_THE_ENVIRONMENT):
+            monkeypatch.delenv(variable)
+    border._counts.clear()
+    before = otel_context.get_current()
+    yield
+    assert otel_context.get_current() == before, "the test left a context attached"
+    border._counts.clear()
+
+
+class Memory:
+    """Tracer, meter and logger of the real SDK, and what they exported."""
+
+    def __init__(self, sampler=None, id_generator=None):
+        self._spans, self._reader = InMemorySpanExporter(), InMemoryMetricReader()
+        self.tracer_provider = TracerProvider(
+            sampler=sampler, id_generator=id_generator or DerivedIdGenerator(), shutdown_on_exit=False
+        )
+        self.tracer_provider.add_span_processor(SimpleSpanProcessor(self._spans))
+        self.meter_provider = MeterProvider([self._reader], shutdown_on_exit=False)
+        self._logs = InMemoryLogRecordExporter()
+        self.logger_provider = LoggerProvider(shutdown_on_exit=False)
+        self.logger_provider.add_log_record_processor(SimpleLogRecordProcessor(self._logs))
+        self.tracer = self.tracer_provider.get_tracer("test")
+        self.meter = self.meter_provider.get_meter("test")
+        self.logger = self.logger_provider.get_logger("test")
+
+    @property
+    def spans(self):
+        """The ended spans, in order of their start."""
+        return sorted(self._spans.get_finished_spans(), key=lambda span: span.start_time)
+
+    def span(self, name):
+        (found,) = [span for span in self.spans if span.name == name]
+        return found
+
+    @property
+    def logs(self):
+        return list(self._logs.get_finished_logs())
+
+    @property
+    def events(self):
+        return [log.log_record for log in self.logs]
+
+    def points(self, name):
+        """The current points of a metric."""
+        data = self._reader.get_metrics_data()
+        metrics = [m for r in data.resource_metrics for s in r.scope_metrics for m in s.metrics] if data else []
+        return [point for metric in metrics if metric.name == name for point in metric.data.data_points]
+
+    def values(self, name, *labels):
+        """The current values of a metric, by the values of some of its labels."""
+        return {tuple(p.attributes.get(label) for label in labels): p.value for p in self.points(name)}
+
+    def tree(self):
+        """The traces as a nested dict: name of a span -> its children. A second span of a name is `name (2)`."""
+        spans = self.spans
+        known = {span.context.span_id for span in spans}
+
+        def below(parent_id):
+            children = {}
+            for span in spans:
+                parent = span.parent.span_id if span.parent is not None else None
+                parent = parent if parent in known else None
+                if parent == parent_id:
+                    name, count = span.name, 2
+                    while name in children:
+                        name, count = f"{span.name} ({count})", count + 1
+                    children[name] = below(span.context.span_id)
+            return children
+
+        return below(None)
+
+
+@pytest.fixture
+def memory():
+    return Memory()
+
+
+@pytest.fixture
+def new_memory():
+    """Make further pipelines, as of other processes, or with another sampler or id generator."""
+    return Memory

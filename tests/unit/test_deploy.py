@@ -1,0 +1,271 @@
+"""The configurations of collector/ and deploy/, read as data.
+
+Given to the real programs in tests/e2e/test_configurations.py.
+"""
+
+import argparse
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from verl_otel.cli import mlflow_bridge
+
+ROOT = Path(__file__).resolve().parents[2]
+COLLECTOR, DEPLOY = ROOT / "collector", ROOT / "deploy"
+COLLECTORS = ("local", "agent", "gateway")
+VARIANT = COLLECTOR / "variants" / "prometheus-scrape.yaml"
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+VARIABLE = re.compile(r"\$\{env:(\w+)(?::-([^}]*))?\}")
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A configuration as it is with no environment variable set."""
+    text = VARIABLE.sub(lambda match: match[2] or "", path.read_text())
+    return yaml.safe_load(text)
+
+
+def collector(name: str) -> dict[str, Any]:
+    return load(COLLECTOR / f"{name}.yaml")
+
+
+def endpoints(config: Any) -> list[str]:
+    """Every value of a key `endpoint` or `host` below `config`."""
+    if isinstance(config, dict):
+        here = [value for key, value in config.items() if key in ("endpoint", "host") and isinstance(value, str)]
+        return here + [found for value in config.values() for found in endpoints(value)]
+    if isinstance(config, list):
+        return [found for value in config for found in endpoints(value)]
+    return []
+
+
+def host(endpoint: str) -> str:
+    return endpoint.rpartition(":")[0] or endpoint
+
+
+# --- collector/
+
+
+@pytest.mark.parametrize("name", COLLECTORS)
+def test_every_destination_has_its_own_queue_on_disk_and_is_never_given_up(name: str) -> None:
+    config = collector(name)
+    assert config["exporters"]
+    for exporter, settings in config["exporters"].items():
+        assert settings["sending_queue"]["storage"] == "file_storage", exporter
+        assert settings["sending_queue"]["queue_size"] > 0, exporter
+        assert settings["retry_on_failure"]["max_elapsed_time"] == 0, exporter
+    queues = [settings["sending_queue"] for settings in config["exporters"].values()]
+    assert not any(one is other for one, other in itertools.combinations(queues, 2)), "a queue written by a YAML alias"
+    destinations = [address(settings) for settings in config["exporters"].values()]
+    assert len(set(destinations)) == len(destinations), "two exporters to one destination"
+    assert "file_storage" in config["service"]["extensions"]
+
+
+@pytest.mark.parametrize("name", COLLECTORS)
+def test_a_collector_listens_on_loopback_unless_told_otherwise(name: str) -> None:
+    config = collector(name)
+    listening = endpoints(config["receivers"]) + endpoints(config["extensions"]) + endpoints(config["service"])
+    assert len(listening) == 4  # OTLP by gRPC and HTTP, health, its own metrics
+    assert all(host(endpoint) in LOOPBACK for endpoint in listening), listening
+
+
+@pytest.mark.parametrize("name", COLLECTORS)
+def test_every_signal_is_routed_and_every_component_is_used(name: str) -> None:
+    config = collector(name)
+    pipelines = config["service"]["pipelines"]
+    assert set(pipelines) == {"traces", "metrics", "logs"}
+    for kind in ("receivers", "processors", "exporters"):
+        used = {component for pipeline in pipelines.values() for component in pipeline[kind]}
+        assert used == set(config[kind])
+    assert set(config["service"]["extensions"]) == set(config["extensions"])
+    for pipeline in pipelines.values():
+        assert pipeline["processors"][0] == "memory_limiter"
+    assert "deltatocumulative" in pipelines["metrics"]["processors"]
+
+
+def address(exporter: dict[str, Any]) -> str:
+    return exporter.get("metrics_endpoint") or exporter["endpoint"]
+
+
+def test_the_gateway_routes_as_the_local_collector_does() -> None:
+    local, gateway = collector("local"), collector("gateway")
+    assert gateway["service"]["pipelines"] == local["service"]["pipelines"]
+    # Only the sizes differ.
+    for config in (local, gateway):
+        for exporter in config["exporters"].values():
+            del exporter["sending_queue"]["queue_size"]
+    assert gateway["exporters"] == local["exporters"]
+    # Also the same variables, which the defaults hide; those of where it listens differ, for a shared machine.
+    variables = [
+        {name for name, _ in VARIABLE.findall((COLLECTOR / f"{file}.yaml").read_text())}
+        for file in ("local", "gateway")
+    ]
+    assert variables[0] == variables[1]
+
+
+def test_the_scrape_variant_replaces_the_push_and_nothing_else() -> None:
+    base, variant = collector("local"), load(VARIANT)
+    assert set(variant["service"]) == {"pipelines"} and set(variant["service"]["pipelines"]) == {"metrics"}
+    metrics = variant["service"]["pipelines"]["metrics"]
+    assert metrics["exporters"] == ["prometheus"], "a second exporter to Prometheus would double every series"
+    kept = base["service"]["pipelines"]["metrics"]["processors"]
+    assert metrics["processors"] == [*kept, *variant["processors"]]
+    assert not set(variant["exporters"]) & set(base["exporters"])
+    assert host(variant["exporters"]["prometheus"]["endpoint"]) in LOOPBACK
+
+
+def test_scraped_and_pushed_series_get_the_same_labels_from_the_resource() -> None:
+    (statements,) = load(VARIANT)["processors"]["transform/run_labels"]["metric_statements"]
+    copied = []
+    for statement in statements["statements"]:
+        names = set(re.findall(r'attributes\["([^"]+)"\]', statement))
+        assert len(names) == 1, statement
+        copied += names
+    assert copied == load(DEPLOY / "prometheus" / "prometheus.yaml")["otlp"]["promote_resource_attributes"]
+
+
+def test_the_readme_lists_every_environment_variable_with_its_default() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]*)` \| ([\w, ]+) \|", (COLLECTOR / "README.md").read_text(), re.MULTILINE)
+    readers = {"all": set(COLLECTORS), "variant": {"variant"}}
+    documented = {
+        (reader, variable, default)
+        for variable, default, where in rows
+        for reader in readers.get(where, set(where.split(", ")))
+    }
+    files = {name: COLLECTOR / f"{name}.yaml" for name in COLLECTORS} | {"variant": VARIANT}
+    read = {
+        (name, variable, default)
+        for name, path in files.items()
+        for variable, default in VARIABLE.findall(path.read_text())
+    }
+    assert documented == read
+
+
+# --- deploy/compose.yaml
+
+
+COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+
+
+def mounts(service: dict[str, Any]) -> list[list[str]]:
+    """[source, target, mode] of each volume of a service."""
+    return [volume.split(":") for volume in service.get("volumes", [])]
+
+
+def bound_files(service: dict[str, Any]) -> dict[str, Path]:
+    """Where in the container -> file of the repository."""
+    return {target: DEPLOY / source for source, target, *_ in mounts(service) if source.startswith(".")}
+
+
+def arguments(service: dict[str, Any]) -> dict[str, str]:
+    """The `--name=value` of a service's command."""
+    return dict(word.split("=", 1) for word in service["command"] if word.startswith("--") and "=" in word)
+
+
+def test_the_stack_is_complete() -> None:
+    assert set(SERVICES) == {"collector", "jaeger", "prometheus", "mlflow", "bridge"}
+    assert all(service["restart"] == "unless-stopped" for service in SERVICES.values())
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_ports_are_published_on_loopback_only(name: str) -> None:
+    service = SERVICES[name]
+    assert "network_mode" not in service
+    for port in service.get("ports", []):
+        assert isinstance(port, str) and re.fullmatch(r"127\.0\.0\.1:\d+:\d+", port), port
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_images_are_pinned(name: str) -> None:
+    service = SERVICES[name]
+    if "build" in service:
+        dockerfile = DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]
+        images = re.findall(r"^FROM (\S+)", dockerfile.read_text(), re.MULTILINE)
+    else:
+        images = [service["image"]]
+    assert images
+    for image in images:
+        assert re.search(r":v?\d+\.\d+[\w.-]*$", image), image
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_mounted_files_exist_and_cannot_be_written(name: str) -> None:
+    service = SERVICES[name]
+    for source, _, *mode in mounts(service):
+        if source.startswith("."):
+            assert (DEPLOY / source).is_file(), source  # Docker would make a folder of that name
+            assert mode == ["ro"]
+        else:
+            assert source in COMPOSE["volumes"]
+    config = {"collector": "--config", "jaeger": "--config", "prometheus": "--config.file"}.get(name)
+    if config:
+        assert arguments(service)[config] in bound_files(service)
+
+
+@pytest.mark.parametrize("name", ["collector", "jaeger"])
+def test_environment_variables_are_read_by_the_mounted_file(name: str) -> None:
+    service = SERVICES[name]
+    (path,) = bound_files(service).values()
+    known = dict(VARIABLE.findall(path.read_text()))
+    given = {key: value for key, value in service["environment"].items() if not key.startswith("OTEL_")}
+    assert set(given) <= set(known)
+    # What is published, or sent to by another container, listens on all addresses of the container.
+    listening = {value for value in given.values() if value.startswith("0.0.0.0:")}
+    for port in service["ports"]:
+        assert f"0.0.0.0:{port.rpartition(':')[2]}" in listening
+
+
+def test_the_containers_find_each_other() -> None:
+    """Each address given to the Collector and the bridge is a service and the port on which it listens."""
+    listens = {
+        "jaeger": SERVICES["jaeger"]["environment"]["JAEGER_OTLP"],
+        "prometheus": "0.0.0.0:9090",
+        "mlflow": "{--host}:{--port}".format_map(arguments(SERVICES["mlflow"])),
+        "bridge": f"{bridge_options().host}:{bridge_options().port}",
+    }
+    collectors = SERVICES["collector"]["environment"]
+    targets = [collectors[key] for key in ("JAEGER_OTLP", "PROMETHEUS_URL", "MLFLOW_BRIDGE_URL")]
+    for target in [*targets, bridge_options().mlflow]:
+        service, port = target.removeprefix("http://").split(":")
+        assert listens[service] == f"0.0.0.0:{port}"
+
+
+def test_mlflow_answers_to_the_names_by_which_it_is_called() -> None:
+    allowed = arguments(SERVICES["mlflow"])["--allowed-hosts"].split(",")
+    assert bridge_options().mlflow.removeprefix("http://") in allowed
+    assert {"localhost:*", "127.0.0.1:*"} <= set(allowed) and "*" not in allowed
+
+
+def test_prometheus_takes_otlp() -> None:
+    assert "--web.enable-otlp-receiver" in SERVICES["prometheus"]["command"]
+    features = arguments(SERVICES["prometheus"])["--enable-feature"].split(",")
+    assert set(features) == {"exemplar-storage", "native-histograms"}
+
+
+def test_the_bridge_is_built_from_files_that_exist_and_runs_as_a_user() -> None:
+    build = SERVICES["bridge"]["build"]
+    context = (DEPLOY / build["context"]).resolve()
+    assert context == ROOT
+    dockerfile = (context / build["dockerfile"]).read_text()
+    ignored = {line.strip().strip("/") for line in (ROOT / ".dockerignore").read_text().splitlines()}
+    for sources in re.findall(r"^COPY (.+) \S+$", dockerfile, re.MULTILINE):
+        for source in sources.split():
+            assert (context / source).exists(), source
+            assert source != "verl_otel" or (context / source / "cli").is_dir()
+            assert source not in ignored
+    (user,) = re.findall(r"^USER (\S+)", dockerfile, re.MULTILINE)
+    assert user not in ("root", "0")
+
+
+def bridge_options() -> argparse.Namespace:
+    """The bridge's command line, as the real command reads it."""
+    program, *command = SERVICES["bridge"]["command"]
+    assert program == "verl-otel"
+    parser = argparse.ArgumentParser()
+    mlflow_bridge.add_to(parser.add_subparsers())
+    return parser.parse_args(command)
