@@ -5,6 +5,7 @@ registries (see README.md here).
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -63,15 +64,17 @@ class Run:
         (found,) = (self.folder / "verl-otel").iterdir()
         return found
 
-    def printed(self) -> dict[int, dict[str, str]]:
-        """What verl's console logger printed: step -> key -> text of the value."""
-        steps: dict[int, dict[str, str]] = {}
+    def printed(self) -> dict[int, dict[str, float]]:
+        """What verl's console logger printed: step -> key -> value."""
+        steps: dict[int, dict[str, float]] = {}
         for line in self.output.splitlines():
             _, marker, rest = line.partition("step:")
             parts = rest.split(" - ")
             if marker and parts[0].strip().isdigit() and len(parts) > 1:
-                pairs = (part.split(":", 1) for part in parts[1:] if ":" in part)
-                steps.setdefault(int(parts[0]), {}).update({key.strip(): value.strip() for key, value in pairs})
+                for part in parts[1:]:
+                    key, _, text = part.rpartition(":")
+                    number = re.fullmatch(r"(?:np\.\w+\()?([-+.\dA-Za-z]+)\)?", text.strip())
+                    steps.setdefault(int(parts[0]), {})[key] = float(number[1])  # type: ignore[index]
         return steps
 
 

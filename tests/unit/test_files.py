@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.common._log_encoder import encode_logs
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import LogRecordExportResult, SimpleLogRecordProcessor
 from opentelemetry.sdk.metrics import MeterProvider
@@ -328,18 +329,17 @@ def test_after_shutdown_what_was_written_is_complete(pipeline, root):
     assert path.read_bytes().endswith(b"}\n")
 
 
+names = st.text(min_size=1, max_size=20)
 values = st.recursive(
     st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
     max_leaves=6,
 )
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
-@given(st.dictionaries(st.text(max_size=20), values, max_size=5))
+@given(st.dictionaries(names, values, max_size=5))
 def test_any_event_is_read_back_as_it_was(memory, body):
-    from opentelemetry.exporter.otlp.proto.common._log_encoder import encode_logs
-
     events.emit(memory.logger, "verl.step", body, {})
     request = json.loads(files.to_json_line(encode_logs(memory.logs[-1:])))
     (event,) = reader._events(request)
