@@ -1,7 +1,7 @@
 """Real verl training runs on the CPU test bed, for the tests and the demo.
 
-Nothing of verl is edited or mocked: `verl_cpu` registers a CPU platform, engines and a rollout server through verl's own
-registries (see README.md here).
+Nothing of verl is edited or mocked: `verl_cpu` registers a CPU platform, engines and a rollout server through verl's
+own registries (see README.md here).
 """
 
 import os

@@ -16,6 +16,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from verl_otel import border
 from verl_otel.tracing.ids import DerivedIdGenerator
 
+os.environ.setdefault("DO_NOT_TRACK", "true")  # MLflow would report that it is used
+
 settings.register_profile("unit", database=None, deadline=None, derandomize=True)
 settings.load_profile("unit")
 

@@ -1,4 +1,4 @@
-"""Local recordings (`export/files.py`): what a real SDK pipeline exports is read back unchanged, and only by the owner."""
+"""Local recordings (`export/files.py`): what a real pipeline exports is read back unchanged, and by the owner only."""
 
 import json
 import math

@@ -2,10 +2,11 @@
 
 import gzip
 import http.server
+import importlib.metadata
+import importlib.util
 import itertools
 import math
 import posixpath
-import re
 import socket
 import threading
 import warnings
@@ -250,8 +251,8 @@ def test_a_run_that_was_looked_up_wrongly_is_looked_up_again(client, runs, verl)
     assert runs.resolve(verl.identity) != first
 
 
-@pytest.mark.parametrize("run_id", ["it's", 'a "quoted" one', "50% `off`", "奖励", "a=b AND tags.x = 'y'"])
-def test_a_run_id_with_quotes_is_found_again(client, run_id):
+@pytest.mark.parametrize("run_id", ['a "quoted" one', "50% `off`", "奖励", "a=b AND tags.x = y"])
+def test_a_run_id_with_special_characters_is_found_again(client, run_id):
     verl = VerlRun(f"{run_id} {next(_numbers)}")
     assert Runs(client).resolve(verl.identity) == Runs(client).resolve(verl.identity)
 
@@ -265,24 +266,25 @@ def test_a_run_is_named_by_what_is_known():
 # ---- names
 
 
-def as_verls_own_logger(key):
-    """`_MlflowLoggingAdapter._sanitize_key` of verl 0.9.1."""
-    return re.sub(r"[^/\w.\- :]", "_", re.sub(r"/+", "/", key.replace("@", "_at_")))
+@pytest.fixture(scope="module")
+def verls_own_logger():
+    """verl's MLflow logger, from its file: the whole package takes seconds to import."""
+    path = importlib.metadata.distribution("verl").locate_file("verl/utils/tracking.py")
+    spec = importlib.util.spec_from_file_location("verls_tracking", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module._MlflowLoggingAdapter()
 
 
 @pytest.mark.parametrize(
     "key",
-    ["critic/score/mean", "val-core/gsm8k/acc/mean@16", "a//b", "a#b", "timing_s/agent_loop/x:y", "a b.c-d", "best@4/std@2"],
+    [
+        *("critic/score/mean", "val-core/gsm8k/acc/mean@16", "best@4/std@2", "timing_s/agent_loop/x:y"),
+        *("a//b", "a#b", "a b.c-d", "a(b)"),
+    ],
 )
-def test_a_key_is_named_as_by_verls_own_logger(key):
-    assert metric_name(key) == as_verls_own_logger(key)
-
-
-def test_verls_own_logger_agrees():
-    from verl.utils.tracking import _MlflowLoggingAdapter
-
-    for key in ("critic/score/mean", "val-core/gsm8k/acc/mean@16", "a//b", "a#b(c)"):
-        assert _MlflowLoggingAdapter()._sanitize_key(key) == metric_name(key)
+def test_a_key_is_named_as_by_verls_own_logger(verls_own_logger, key):
+    assert metric_name(key) == verls_own_logger._sanitize_key(key)
 
 
 @settings(max_examples=300)
@@ -415,7 +417,7 @@ def test_what_can_never_be_taken_is_refused_and_the_bridge_goes_on(bridge, path,
     assert_serves(bridge)
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b'"a"', b"\xff", b'{"resourceLogs": 7}', b"[" * 100_000])
+@pytest.mark.parametrize("content", [b"", b"{", b"7", b"\xff", b'{"resourceLogs": 7}', b"[" * 100_000])
 def test_json_that_cannot_be_read_is_refused(bridge, content):
     response = bridge.post("/v1/logs", content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400
@@ -475,14 +477,14 @@ def test_other_requests_are_refused(bridge, method, path):
 # ---- traces
 
 
-def resource_spans(request, resource, roots, children, number=itertools.count(1)):
+def resource_spans(request, resource, roots, children):
     added = request.resource_spans.add()
     for key, value in resource.items():
         added.resource.attributes.add(key=key).value.string_value = value
     scope = added.scope_spans.add()
     scope.scope.name = "verl_otel"
     for is_root in [True] * roots + [False] * children:
-        span = scope.spans.add(name="a", trace_id=b"\1" * 16, span_id=next(number).to_bytes(8, "big"))
+        span = scope.spans.add(name="a", trace_id=b"\1" * 16, span_id=next(_numbers).to_bytes(8, "big"))
         if not is_root:
             span.parent_span_id = b"\2" * 8
     return added
@@ -583,7 +585,15 @@ def test_spans_go_to_the_experiment_and_run_of_their_run(runs, endpoint):
 
 @pytest.mark.parametrize(
     ("status", "error"),
-    [(400, Refused), (413, Refused), (404, TryLater), (408, TryLater), (429, TryLater), (500, TryLater), (503, TryLater)],
+    [
+        (400, Refused),
+        (413, Refused),
+        (404, TryLater),
+        (408, TryLater),
+        (429, TryLater),
+        (500, TryLater),
+        (503, TryLater),
+    ],
 )
 def test_an_answer_of_mlflow_says_whether_to_try_again(runs, endpoint, verl, status, error):
     endpoint.status = status

@@ -1,4 +1,4 @@
-"""What workers are given through `ray.init` (`hooks/ray_init.py`): everything they need, nothing of the user's changed."""
+"""What workers are given through `ray.init` (`hooks/ray_init.py`): all they need, and nothing of the user's changed."""
 
 import copy
 import json
@@ -8,12 +8,12 @@ from types import ModuleType
 import pytest
 
 from verl_otel import border, telemetry
+from verl_otel.assembly import Telemetry
 from verl_otel.config import Settings
 from verl_otel.hooks import ray_init
 from verl_otel.hooks.patches import Patches
 from verl_otel.hooks.ray_init import environment, with_environment
 from verl_otel.identity import Identity
-from verl_otel.assembly import Telemetry
 
 
 def telemetry_of(memory):

@@ -8,4 +8,10 @@ def fail(span: Span, error: BaseException | None) -> None:
     if error is None or isinstance(error, GeneratorExit):
         return
     span.record_exception(error)
-    span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"[:500]))
+    span.set_status(Status(StatusCode.ERROR, _summary(error)))
+
+
+def _summary(error: BaseException) -> str:
+    """Type and message; of a long one the beginning and the end, since Ray puts the cause at the end."""
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) <= 500 else f"{text[:150]} ... {text[-340:]}"
