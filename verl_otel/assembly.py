@@ -63,8 +63,8 @@ class Telemetry:
         self.recorder = Recorder(
             self.meter, self.logger, self.gauges, self.dropped, self.event_attributes, self.flusher.request
         )
-        self.steps = Steps(self.tracer, self.meter, self.gauges, identity, self.run_context)
-        self.workers = Workers(self.tracer, self.meter, self.run_context, self.flusher.request)
+        self.steps = Steps(self.tracer, self.meter, self.gauges, self.recorder.defer, identity, self.run_context)
+        self.workers = Workers(self.tracer, self.meter, self.recorder.defer, self.run_context, self.flusher.request)
         self.trajectories = Trajectories(
             self.tracer, self.providers.tracer, self.dropped, identity, settings.trajectories, self.run_context
         )
@@ -121,7 +121,7 @@ class Telemetry:
         self.budget.spend(0.6, self.flush)
 
     def close(self) -> None:
-        """End the run's span, send what is pending and shut down our providers, within the exit budget."""
+        """End the run's span and send what is pending, within the exit budget."""
         atexit.unregister(self._at_exit)
         error = getattr(sys, "last_value", None)  # the exception that ends the interpreter, if any
         if self._run_started:
@@ -132,23 +132,16 @@ class Telemetry:
             self._run_span.end()
             self._run_span = None
         self.budget.spend(0.7, self.flush)
-        self.budget.spend(1.0, self._shutdown)
 
     def _shutdown(self, timeout: float) -> None:
         # In a thread that is left behind: with a dead endpoint the SDK's shutdown takes its own, longer time.
-        def shut_down() -> None:
-            for provider in self.providers.owned:
-                try:
-                    provider.shutdown()
-                except Exception:
-                    border.caught("shutting down")
-
-        thread = threading.Thread(target=shut_down, name="verl-otel-shutdown", daemon=True)
+        thread = threading.Thread(target=self.providers.shut_down_ours, name="verl-otel-shutdown", daemon=True)
         thread.start()
         thread.join(timeout)
 
     def _at_exit(self) -> None:
         try:
             self.close()
+            self.budget.spend(1.0, self._shutdown)
         except Exception:
             border.caught("the end of the process")

@@ -52,6 +52,8 @@ trace.set_tracer_provider(mine)
 from verl.utils.profiler import marked_timer
 with marked_timer("adv", {}):
     pass
+from verl_otel import telemetry
+telemetry.current().flush(5)
 print([s.name for s in exporter.get_finished_spans()], trace.get_tracer_provider() is mine)
 """
     result = python(code, INSTRUMENT, VERL_OTEL_FOLDER="/dev/null/none")

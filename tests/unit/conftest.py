@@ -1,5 +1,6 @@
-"""What all unit tests share: a clean process around each test, and a real SDK pipeline that exports to memory."""
+"""What all unit tests share: a clean process around each test, and real SDK pipelines that export to memory."""
 
+import atexit
 import os
 
 import pytest
@@ -14,6 +15,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from verl_otel import border
+from verl_otel.assembly import Telemetry
+from verl_otel.config import Settings
+from verl_otel.identity import Identity
 from verl_otel.tracing.ids import DerivedIdGenerator
 
 os.environ.setdefault("DO_NOT_TRACK", "true")  # MLflow would report that it is used
@@ -63,6 +67,35 @@ class Memory:
         self.tracer = self.tracer_provider.get_tracer("test")
         self.meter = self.meter_provider.get_meter("test")
         self.logger = self.logger_provider.get_logger("test")
+        self._recorders = []
+
+    def process(self, role="trainer", run=None, **identity):
+        """The telemetry of a process of the run `run-1` on this pipeline.
+
+        Args:
+            run: the span of the run, whose context the process gets from its launcher.
+            identity: what else `Identity` takes.
+        """
+        environ = pytest.MonkeyPatch()
+        if run is not None:
+            context = run.get_span_context()
+            environ.setenv("TRACEPARENT", f"00-{context.trace_id:032x}-{context.span_id:016x}-01")
+        settings = Settings.from_environ()
+        made = Telemetry(
+            settings,
+            Identity(**{"run_id": "run-1", "attempt": 1, "role": role, **identity}),
+            tracer_provider=self.tracer_provider,
+            meter_provider=self.meter_provider,
+            logger_provider=self.logger_provider,
+        )
+        environ.undo()
+        atexit.unregister(made._at_exit)
+        self._recorders.append(made.recorder)
+        return made
+
+    def settle(self):
+        """Wait for what is recorded in the background."""
+        assert all(recorder.drained(30) for recorder in self._recorders)
 
     @property
     def spans(self):
@@ -75,6 +108,7 @@ class Memory:
 
     @property
     def logs(self):
+        self.settle()
         return list(self._logs.get_finished_logs())
 
     @property
@@ -83,6 +117,7 @@ class Memory:
 
     def points(self, name):
         """The current points of a metric."""
+        self.settle()
         data = self._reader.get_metrics_data()
         metrics = [m for r in data.resource_metrics for s in r.scope_metrics for m in s.metrics] if data else []
         return [point for metric in metrics if metric.name == name for point in metric.data.data_points]

@@ -291,24 +291,14 @@ def test_an_exporter_that_cannot_be_made_is_one_warning(monkeypatch, caplog):
     assert "cannot be made" in message and "OTEL_EXPORTER_" in message
 
 
-def test_given_providers_are_used_and_not_ours_to_shut_down(memory):
-    found = providers.make(
-        Identity("run-1", 1, "trainer").resource(),
-        memory.tracer_provider,
-        memory.meter_provider,
-        memory.logger_provider,
-    )
-    assert (found.tracer, found.meter, found.logger) == (
-        memory.tracer_provider,
-        memory.meter_provider,
-        memory.logger_provider,
-    )
-    assert found.owned == ()
-
-
-def test_given_providers_are_not_set_globally(memory):
+def test_given_providers_are_used_not_set_globally_and_not_ours_to_shut_down(memory):
     before = (trace.get_tracer_provider(), metrics.get_meter_provider(), _logs.get_logger_provider())
-    test_given_providers_are_used_and_not_ours_to_shut_down(memory)
+    given = (memory.tracer_provider, memory.meter_provider, memory.logger_provider)
+    found = providers.make(Identity("run-1", 1, "trainer").resource(), *given)
+    assert (found.tracer, found.meter, found.logger) == given
+    found.shut_down_ours()
+    memory.tracer.start_span("still at work").end()
+    assert [span.name for span in memory.spans] == ["still at work"]
     assert (trace.get_tracer_provider(), metrics.get_meter_provider(), _logs.get_logger_provider()) == before
 
 

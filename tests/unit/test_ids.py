@@ -1,5 +1,6 @@
 """Derived trace and span ids (`tracing/ids.py`): the same in every process of a run, and never from `random`."""
 
+import os
 import random
 import threading
 
@@ -66,6 +67,20 @@ def test_processes_that_seed_random_alike_have_different_ids(memory):
         context = memory.tracer.start_span("a", context=Context()).get_span_context()
         found += [context.trace_id, context.span_id]
     assert len(set(found)) == 4
+
+
+def test_a_forked_process_has_ids_of_its_own():
+    generator = DerivedIdGenerator()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, generator.generate_trace_id().to_bytes(16, "big"))
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writing)
+    of_child = int.from_bytes(os.read(reading, 16), "big")
+    os.close(reading)
+    assert of_child not in (0, generator.generate_trace_id())
 
 
 def test_starting_a_span_leaves_the_random_sequence_of_training_alone(memory):

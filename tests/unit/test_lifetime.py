@@ -58,16 +58,24 @@ def test_a_wait_for_a_hanging_provider_is_bounded(gate):
     assert 0.1 <= time.monotonic() - started < 10
 
 
-def test_a_wait_ends_when_the_flush_that_was_asked_for_is_over(gate):
-    hanging = Provider(gate)
-    flusher = Flusher((hanging,))
+def test_a_wait_is_for_a_flush_that_began_after_the_request():
+    turns, flushing = threading.Semaphore(0), threading.Semaphore(0)
+
+    class Provider:
+        def force_flush(self):
+            flushing.release()
+            turns.acquire(timeout=60)
+
+    flusher = Flusher((Provider(),))
     first = flusher.request()
-    assert hanging.in_flush.wait(30)
-    second = flusher.request()  # may concern what the flush that is running has not seen
-    gate.set()
+    assert flushing.acquire(timeout=30)
+    second = flusher.request()  # the flush that is running may not have seen what this one is for
+    turns.release()
     assert flusher.wait(first, 30)
+    assert flushing.acquire(timeout=30)
+    assert not flusher.wait(second, 0.1)
+    turns.release()
     assert flusher.wait(second, 30)
-    assert hanging.flushes == 2
 
 
 def test_many_requests_during_a_flush_are_one_more_flush(gate):

@@ -8,37 +8,16 @@ from types import ModuleType
 import pytest
 
 from verl_otel import border, telemetry
-from verl_otel.assembly import Telemetry
-from verl_otel.config import Settings
 from verl_otel.hooks import ray_init
 from verl_otel.hooks.patches import Patches
 from verl_otel.hooks.ray_init import environment, with_environment
-from verl_otel.identity import Identity
-
-
-def telemetry_of(memory):
-    return Telemetry(
-        Settings.from_environ(),
-        Identity("run-1", 1, "launcher"),
-        tracer_provider=memory.tracer_provider,
-        meter_provider=memory.meter_provider,
-        logger_provider=memory.logger_provider,
-    )
 
 
 @pytest.fixture
 def launcher(memory, monkeypatch, tmp_path):
-    """The launcher's telemetry, made after the test has set its variables."""
-    made = []
+    """Make the launcher's telemetry, after the test has set its variables."""
     monkeypatch.setenv("VERL_OTEL_FOLDER", str(tmp_path / "recordings"))
-
-    def make():
-        made.append(telemetry_of(memory))
-        return made[-1]
-
-    yield make
-    for t in made:
-        t.close()
+    return lambda: memory.process("launcher")
 
 
 def test_the_variables_go_to_env_vars_of_the_runtime_env():

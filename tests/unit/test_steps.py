@@ -12,13 +12,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
 from verl_otel import border
-from verl_otel.identity import Identity
-from verl_otel.metrics.recorder import Gauges
 from verl_otel.semconv.metrics import DURATION_BUCKETS
 from verl_otel.tracing import ids
-from verl_otel.tracing.steps import Steps
-
-IDENTITY = Identity("run-1", 2, "trainer")
 
 # What verl's legacy PPO trainer times in one step, in its order.
 PPO_TIMERS = (
@@ -37,9 +32,8 @@ class Trainer:
 class Loop:
     """A training loop that verl-otel follows."""
 
-    def __init__(self, memory, run_context=None, follow=True):
-        run_context = Context() if run_context is None else run_context
-        self.steps = Steps(memory.tracer, memory.meter, Gauges(memory.meter), IDENTITY, run_context)
+    def __init__(self, memory, run=None, follow=True):
+        self.steps = memory.process("trainer", run, attempt=2).steps
         self.trainer = Trainer()
         if follow:
             self.steps.follow(self.trainer)
@@ -80,9 +74,8 @@ def loop(memory):
 
 @pytest.fixture
 def run(memory):
-    """The span of the run and its context, as the launcher opens it."""
-    span = memory.tracer.start_span("verl.run", context=Context())
-    return span.get_span_context(), trace.set_span_in_context(span, Context())
+    """The span of the run, as the launcher opens it."""
+    return memory.tracer.start_span("verl.run", context=Context())
 
 
 def no_children(*names):
@@ -184,9 +177,8 @@ def test_the_timers_of_the_agent_loop_are_not_stages(loop, memory):
 
 
 def test_a_step_is_a_root_even_below_another_span_and_links_to_the_run(memory, run):
-    context, run_context = run
-    loop = Loop(memory, run_context)
-    token = otel_context.attach(run_context)
+    context, loop = run.get_span_context(), Loop(memory, run)
+    token = otel_context.attach(trace.set_span_in_context(run, Context()))
     loop.step("gen")
     otel_context.detach(token)
     step = memory.span("verl.step")
@@ -222,8 +214,7 @@ def test_a_validation_after_the_step_is_in_the_steps_trace(loop, memory):
 
 
 def test_a_validation_before_training_is_a_trace_of_its_own(memory, run):
-    context, run_context = run
-    loop = Loop(memory, run_context)
+    context, loop = run.get_span_context(), Loop(memory, run)
     loop.validate()
     loop.step("gen")
     assert memory.tree() == {"verl.validation": {}, "verl.step": no_children("verl.rollout")}
@@ -245,8 +236,7 @@ def test_what_is_timed_before_the_first_step_is_in_that_steps_trace(loop, memory
 
 
 def test_without_a_step_number_stages_outside_a_step_are_in_the_runs_trace(memory, run):
-    context, run_context = run
-    loop = Loop(memory, run_context, follow=False)
+    context, loop = run.get_span_context(), Loop(memory, run, follow=False)
     with loop.time("adv"):
         pass
     assert memory.span("verl.advantage").parent.span_id == context.span_id
@@ -268,8 +258,7 @@ def test_a_trainer_that_is_gone_is_not_kept_alive(loop):
 
 
 def test_the_set_up_is_in_the_trace_of_the_run(memory, run):
-    context, run_context = run
-    loop = Loop(memory, run_context)
+    context, loop = run.get_span_context(), Loop(memory, run)
     with loop.scope(loop.steps.enter_setup()):
         pass
     setup = memory.span("verl.setup")
@@ -378,8 +367,7 @@ def test_the_wait_of_a_v1_trainer_is_not_taken_for_generation(loop, memory):
 
 
 def test_events_belong_to_the_current_or_last_step(memory, run):
-    context, run_context = run
-    loop = Loop(memory, run_context)
+    context, loop = run.get_span_context(), Loop(memory, run)
 
     def current():
         return trace.get_current_span(loop.steps.current_context()).get_span_context().span_id

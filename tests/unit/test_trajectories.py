@@ -3,37 +3,23 @@
 import contextlib
 
 import pytest
-from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import SpanKind, StatusCode
 
 from verl_otel import border
-from verl_otel.identity import Identity
-from verl_otel.metrics.recorder import Gauges
-from verl_otel.semconv import metrics as names
 from verl_otel.tracing import ids, trajectories
-from verl_otel.tracing.steps import Steps
-from verl_otel.tracing.trajectories import Trajectories
-
-IDENTITY = Identity("run-1", 1, "agent_loop", worker_index="3")
 
 
 class Trainer:
     global_steps = 5
 
 
-def make(memory, per_step=4, run_context=None):
-    dropped = memory.meter.create_counter(*names.DROPPED)
-    return Trajectories(
-        memory.tracer,
-        memory.tracer_provider,
-        dropped,
-        IDENTITY,
-        per_step,
-        Context() if run_context is None else run_context,
-    )
+def make(memory, per_step=4, run=None):
+    with pytest.MonkeyPatch.context() as environ:
+        environ.setenv("VERL_OTEL_TRAJECTORIES", str(per_step))
+        return memory.process("agent_loop", run, worker_index="3").trajectories
 
 
 @contextlib.contextmanager
@@ -117,7 +103,7 @@ def test_parts_say_stage_model_type_timer_and_kind(memory):
 @pytest.mark.parametrize(("validate", "timer", "stage"), [(False, "gen", "rollout"), (True, "testing", "validation")])
 def test_a_trajectory_is_under_the_stage_that_the_trainer_opens(new_memory, validate, timer, stage):
     trainer, worker = new_memory(), new_memory()  # two processes
-    steps = Steps(trainer.tracer, trainer.meter, Gauges(trainer.meter), IDENTITY, Context())
+    steps = trainer.process().steps
     loop = Trainer()
     steps.follow(loop)
     t = make(worker)
@@ -135,7 +121,7 @@ def test_a_trajectory_is_under_the_stage_that_the_trainer_opens(new_memory, vali
 
 def test_a_validation_before_training_has_its_trajectories_below_it(new_memory):
     trainer, worker = new_memory(), new_memory()
-    steps = Steps(trainer.tracer, trainer.meter, Gauges(trainer.meter), IDENTITY, Context())
+    steps = trainer.process().steps
     loop = Trainer()
     steps.follow(loop)
     steps.leave(steps.enter_validation())
@@ -254,7 +240,7 @@ def test_a_failing_tool_has_error_status_and_its_exception(memory):
 def test_with_an_id_generator_of_the_users_own_a_trajectory_links_to_the_run(new_memory):
     memory = new_memory(id_generator=RandomIdGenerator())
     run = memory.tracer.start_span("verl.run", context=Context())
-    t = make(memory, run_context=trace.set_span_in_context(run, Context()))
+    t = make(memory, run=run)
     with inside(t, t.enter(5, 0, 0, False)):
         pass
     trajectory = memory.span("verl.trajectory")

@@ -4,17 +4,13 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
-from opentelemetry import baggage, trace
+from opentelemetry import baggage
 from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, StatusCode
 
-from verl_otel.identity import Identity
-from verl_otel.metrics.recorder import Gauges
 from verl_otel.semconv.metrics import DURATION_BUCKETS
 from verl_otel.tracing import workers
-from verl_otel.tracing.steps import Steps
-from verl_otel.tracing.workers import Workers
 
 
 class Rank:
@@ -26,17 +22,8 @@ class Rank:
 
 
 @pytest.fixture
-def ended():
-    return []
-
-
-def workers_of(memory, ended, run_context=None):
-    return Workers(memory.tracer, memory.meter, run_context or Context(), lambda: ended.append(True))
-
-
-@pytest.fixture
-def made(memory, ended):
-    return workers_of(memory, ended)
+def made(memory):
+    return memory.process("worker").workers
 
 
 @contextlib.contextmanager
@@ -70,7 +57,7 @@ def group(key):
 
 
 def test_the_calls_of_all_ranks_are_directly_under_the_stage(memory, made):
-    steps = Steps(memory.tracer, memory.meter, Gauges(memory.meter), Identity("run-1", 1, "trainer"), Context())
+    steps = memory.process("trainer").steps
     step = steps.enter("step")
     stage = steps.enter("update_actor")
     for rank in range(2):
@@ -106,11 +93,10 @@ def test_a_call_says_rank_stage_model_type_method_and_group(memory, made):
     assert attributes["verl.worker.group"] == "actor_rollout"
 
 
-def test_of_nested_calls_only_the_outermost_has_a_span(memory, made, ended):
+def test_of_nested_calls_only_the_outermost_has_a_span(memory, made):
     with calling(made, Rank(), "update_actor"), calling(made, Rank(), "load_model") as inner:
         assert inner is None
     assert memory.tree() == {"verl.worker.update_actor": {}}
-    assert ended == [True]
 
 
 def test_the_next_call_has_a_span_again(memory, made):
@@ -121,11 +107,10 @@ def test_the_next_call_has_a_span_again(memory, made):
 
 
 @pytest.mark.parametrize("method", ["_query_dispatch_info", "_query_collect_info", "_private"])
-def test_plumbing_has_no_span(memory, made, ended, method):
+def test_plumbing_has_no_span(memory, made, method):
     with calling(made, Rank(), method) as opened:
         assert opened is None
     assert memory.spans == []
-    assert ended == []
 
 
 def test_what_plumbing_calls_has_a_span(memory, made):
@@ -191,9 +176,9 @@ def test_a_call_outside_any_stage_is_of_stage_other(memory, made):
     assert "verl.worker.group" not in memory.spans[0].attributes
 
 
-def test_a_call_that_brought_no_context_is_in_the_trace_of_the_run(memory, ended):
+def test_a_call_that_brought_no_context_is_in_the_trace_of_the_run(memory):
     run = memory.tracer.start_span("verl.run", context=Context())
-    made = workers_of(memory, ended, trace.set_span_in_context(run, Context()))
+    made = memory.process("worker", run).workers
     with calling(made, Rank(), "init_model"):
         pass
     with memory.tracer.start_as_current_span("stage") as stage, calling(made, Rank(), "update_actor"):
@@ -202,7 +187,7 @@ def test_a_call_that_brought_no_context_is_in_the_trace_of_the_run(memory, ended
     assert memory.span("verl.worker.update_actor").parent.span_id == stage.get_span_context().span_id
 
 
-def test_a_failing_call_has_error_status_and_its_exception(memory, made, ended):
+def test_a_failing_call_has_error_status_and_its_exception(memory, made):
     failure = RuntimeError("CUDA error: device-side assert triggered")
     with pytest.raises(RuntimeError) as caught, calling(made, Rank(), "update_actor"):
         raise failure
@@ -210,7 +195,6 @@ def test_a_failing_call_has_error_status_and_its_exception(memory, made, ended):
     (span,) = memory.spans
     assert span.status.status_code is StatusCode.ERROR
     assert span.events[0].attributes["exception.message"] == str(failure)
-    assert ended == [True]
 
 
 def test_the_duration_of_a_call_is_recorded_by_rank_and_method(memory, made):

@@ -11,6 +11,9 @@ from typing import Any
 
 from verl_otel import border
 
+PAUSE = 0.2
+"""Seconds between two flushes: calls that follow each other quickly are flushed together."""
+
 
 class Budget:
     """Seconds that this process may still make the end of the run wait, all waits together."""
@@ -31,7 +34,6 @@ class Flusher:
     """One background thread that flushes the providers of this process on request.
 
     Args:
-        before: called first on each flush, to hand over what is not with the providers yet.
         providers: anything with `force_flush()`; others are left out.
     """
 
@@ -63,8 +65,6 @@ class Flusher:
             self._wanted.clear()
             with self._changed:
                 number = self._requested
-            # Each provider in a thread's turn of its own is not needed: exporters that hang are bounded by their
-            # timeout.
             for flush in self._flushes:
                 try:
                     flush()
@@ -73,3 +73,4 @@ class Flusher:
             with self._changed:
                 self._done = number
                 self._changed.notify_all()
+            time.sleep(PAUSE)

@@ -38,14 +38,25 @@ METRIC_INTERVAL_MS = 10_000
 ends workers without running exit handlers; a step's values leave at once besides (`verl_otel.export.lifetime`)."""
 
 
+_made: list[Any] = []
+
+
 @dataclass(frozen=True)
 class Providers:
-    """The three providers, and those of them that are ours to shut down."""
+    """The three providers of this process."""
 
     tracer: TracerProvider
     meter: MeterProvider
     logger: LoggerProvider
-    owned: tuple[Any, ...] = ()
+
+    def shut_down_ours(self) -> None:
+        """Shut down those that were made here; called at the end of the process, since they stay the global ones."""
+        for provider in (self.meter, self.logger, self.tracer):
+            if provider in _made:
+                try:
+                    provider.shutdown()  # type: ignore[attr-defined]
+                except Exception:
+                    border.caught("shutting down")
 
 
 def make(
@@ -55,7 +66,6 @@ def make(
     logger_provider: LoggerProvider | None = None,
 ) -> Providers:
     """The providers to use: the given ones, else the global ones if somebody set them, else new ones, set globally."""
-    owned: list[Any] = []
 
     def choose(given: Any, current: Any, build: Callable[[Resource], Any], publish: Callable[[Any], None]) -> Any:
         if given is not None:
@@ -65,14 +75,13 @@ def make(
         reporting.install()
         provider = build(resource)
         publish(provider)
-        owned.append(provider)
+        _made.append(provider)
         return provider
 
     return Providers(
         choose(tracer_provider, trace.get_tracer_provider(), _tracer_provider, trace.set_tracer_provider),
         choose(meter_provider, metrics.get_meter_provider(), _meter_provider, metrics.set_meter_provider),
         choose(logger_provider, _logs.get_logger_provider(), _logger_provider, _logs.set_logger_provider),
-        tuple(owned),
     )
 
 

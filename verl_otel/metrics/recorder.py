@@ -1,13 +1,14 @@
 """The background recorder: takes the dictionaries of `Tracking.log` and turns them into metrics and step events.
 
 The training thread only puts a shallow copy into a bounded queue. A daemon thread converts, records, emits the
-`verl.step` event, and asks for a flush, so that a step's values leave the process when it is logged.
+`verl.step` event, and asks for a flush, so that a step's values leave the process when it is logged. Durations of
+stages and calls are recorded by the same thread.
 """
 
 import math
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,11 @@ from verl_otel.metrics.values import kind_of, to_number
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import metrics as names
 
-MAX_PENDING = 1000
-"""`Tracking.log` calls that may wait for the recorder; more are dropped and counted."""
+MAX_PENDING = 10_000
+"""What may wait for the recorder; more is dropped and counted."""
+
+INTERVAL = 0.05
+"""Seconds between two looks of the recorder at what is pending."""
 
 MAX_KEYS = 5000
 """Different keys of verl that become metrics; more are only in the step events, and counted."""
@@ -91,21 +95,30 @@ class Recorder:
         self._non_finite = meter.create_counter(*names.NON_FINITE)
         self._skipped = meter.create_counter(*names.SKIPPED)
         self._metrics: dict[str, names.Metric] = {}
-        self._queue: queue.Queue[Logged] = queue.Queue(MAX_PENDING)
+        self._pending: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._working = False
         self._thread = threading.Thread(target=self._run, name="verl-otel-recorder", daemon=True)
         self._thread.start()
 
     def submit(self, logged: Logged) -> None:
         """Hand over one call of `Tracking.log`."""
-        try:
-            self._queue.put_nowait(logged)
-        except queue.Full:
+        self.defer(self._record, logged)
+        self.defer(self._on_recorded)
+
+    def defer(self, work: Callable[..., Any], *arguments: Any) -> None:
+        """Have the recorder call `work(*arguments)`, after what was handed over before. Never blocks, never raises.
+
+        The recorder is not woken: it would want the interpreter just when the training thread needs it.
+        """
+        if len(self._pending) < MAX_PENDING:
+            self._pending.append((work, arguments))
+        else:
             self._dropped.add(1, {"signal": "metrics", "reason": "recorder_queue_full"})
 
     def drained(self, timeout: float) -> bool:
         """Wait until everything submitted so far is recorded, `timeout` seconds at most."""
         deadline = time.monotonic() + timeout
-        while self._queue.unfinished_tasks:
+        while self._pending or self._working:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.005)
@@ -113,17 +126,15 @@ class Recorder:
 
     def _run(self) -> None:
         while True:
-            logged = self._queue.get()
-            try:
-                self._record(logged)
-            except Exception:
-                border.caught("recording a step")
-            finally:
-                self._queue.task_done()
-            try:
-                self._on_recorded()
-            except Exception:
-                border.caught("flushing a step")
+            self._working = True
+            while self._pending:
+                work, arguments = self._pending.popleft()
+                try:
+                    work(*arguments)
+                except Exception:
+                    border.caught("recording in the background")
+            self._working = False
+            time.sleep(INTERVAL)
 
     def _record(self, logged: Logged) -> None:
         body: dict[str, float | int] = {}

@@ -2,12 +2,13 @@
 
 The trace of a step has an id derived from (run id, attempt, step), and the step's stages have derived span ids, so that
 an agent-loop worker which knows only the step's number puts its spans into the right trace, under the right stage.
-Ids that are not derived come from the operating system: never from `random`, which training code seeds (equal ids on
-all ranks) and whose sequence must not depend on whether we are there.
+Ids that are not derived come from a generator of our own: never from the module `random`'s, which training code seeds
+(equal ids on all ranks) and whose sequence must not depend on whether we are there.
 """
 
 import hashlib
 import os
+import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from opentelemetry.sdk.trace.sampling import Decision, Sampler
 from opentelemetry.trace import SpanContext, TraceFlags
 
 _next = threading.local()
+_random = random.Random()  # seeded by the operating system
+os.register_at_fork(after_in_child=_random.seed)
 
 
 def _derive(size: int, *parts: object) -> int:
@@ -45,13 +48,13 @@ def use(trace: int | None, span: int | None) -> Iterator[None]:
 
 
 class DerivedIdGenerator(IdGenerator):
-    """Gives the ids asked for by `use`, and ids from the operating system otherwise."""
+    """Gives the ids asked for by `use`, and random ids otherwise."""
 
     def generate_trace_id(self) -> int:
-        return getattr(_next, "ids", (None, None))[0] or int.from_bytes(os.urandom(16), "big") or 1
+        return getattr(_next, "ids", (None, None))[0] or _random.getrandbits(128) or 1
 
     def generate_span_id(self) -> int:
-        return getattr(_next, "ids", (None, None))[1] or int.from_bytes(os.urandom(8), "big") or 1
+        return getattr(_next, "ids", (None, None))[1] or _random.getrandbits(64) or 1
 
 
 def remote_context(sampler: Sampler, run_id: str, attempt: int, step: int, name: str) -> SpanContext:

@@ -6,6 +6,7 @@ Used where the training loop runs. `enter`/`leave` are called around each of ver
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +43,8 @@ class Scope:
     """An open step or stage."""
 
     span: Span
+    context: Context
     token: Any
-    stage: Stage
     timer: str
     started: float
     labels: dict[str, str]
@@ -52,8 +53,17 @@ class Scope:
 class Steps:
     """The trace of the current step."""
 
-    def __init__(self, tracer: Tracer, meter: Meter, gauges: Gauges, identity: Identity, run_context: Context) -> None:
+    def __init__(
+        self,
+        tracer: Tracer,
+        meter: Meter,
+        gauges: Gauges,
+        defer: Callable[..., None],
+        identity: Identity,
+        run_context: Context,
+    ) -> None:
         self._tracer = tracer
+        self._defer = defer
         self._gauges = gauges
         self._identity = identity
         self._run_context = run_context
@@ -64,6 +74,7 @@ class Steps:
         self._lock = threading.Lock()
         self._step_span: tuple[int | None, SpanContext] | None = None
         self._named: set[tuple[int, str]] = set()
+        self._labels: dict[str, dict[str, str]] = {}
         self.policy_version: int | None = None
         """Version of the weights that rollout servers have: the argument of verl's last weight sync."""
         self.waits_for_rollout = False
@@ -124,15 +135,20 @@ class Steps:
         if scope is None:
             return
         try:
+            end, seconds = time.time_ns(), time.perf_counter() - scope.started
             fail(scope.span, error)
-            self._gauges.withdraw(names.STAGE_ACTIVE[0], scope.labels)
-            # Inside the span's context, so that the histogram's exemplar leads to the trace.
-            self._duration.record(time.perf_counter() - scope.started, scope.labels)
-            scope.span.end()
+            self._defer(self._end, scope, end, seconds)
         except Exception:
             border.caught(f"closing the span of {scope.timer}")
         finally:
             otel_context.detach(scope.token)
+
+    def _end(self, scope: Scope, end: int, seconds: float) -> None:
+        """In the background: what need not be done on the training thread."""
+        scope.span.end(end)
+        self._gauges.withdraw(names.STAGE_ACTIVE[0], scope.labels)
+        # With the span's context, so that the histogram's exemplar leads to the trace.
+        self._duration.record(seconds, scope.labels, scope.context)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -192,18 +208,22 @@ class Steps:
         number: int | None = None,
         root: bool = False,
     ) -> Scope:
-        labels = {attr.RANK: attr.ALL_RANKS, attr.STAGE: stage.stage, attr.MODEL_TYPE: stage.model_type}
-        labels[attr.TIMER] = timer
+        labels = self._labels.get(timer)
+        if labels is None:
+            labels = self._labels[timer] = {
+                attr.RANK: attr.ALL_RANKS,
+                attr.STAGE: stage.stage,
+                attr.MODEL_TYPE: stage.model_type,
+                attr.TIMER: timer,
+            }
+        links = []
+        if root and (run := trace.get_current_span(self._run_context).get_span_context()).is_valid:
+            links.append(Link(run))
         trace_id, span_id = None, None
         if number is not None and (number, timer) not in self._named:
             self._named.add((number, timer))
             span_id = ids.span_id(self._identity.run_id, self._identity.attempt, number, timer)
-        if root and number is not None:
-            trace_id = ids.trace_id(self._identity.run_id, self._identity.attempt, number)
-        links = []
-        run = trace.get_current_span(self._run_context).get_span_context()
-        if root and run.is_valid:
-            links.append(Link(run))
+            trace_id = ids.trace_id(self._identity.run_id, self._identity.attempt, number) if root else None
         with ids.use(trace_id, span_id):
             span = self._tracer.start_span(stage.span, context=parent, attributes={**labels, **attributes}, links=links)
         context = trace.set_span_in_context(span, parent)
@@ -213,5 +233,5 @@ class Steps:
         context = baggage.set_baggage(attr.MODEL_TYPE, stage.model_type, context)
         if timer == STEP_TIMER:
             context = otel_context.set_value(_IN_STEP, True, context)
-        self._gauges.set(*names.STAGE_ACTIVE, labels, time.time())
-        return Scope(span, otel_context.attach(context), stage, timer, time.perf_counter(), labels)
+        self._defer(self._gauges.set, *names.STAGE_ACTIVE, labels, time.time())
+        return Scope(span, context, otel_context.attach(context), timer, time.perf_counter(), labels)

@@ -38,6 +38,7 @@ class Call:
     """An open call."""
 
     span: Span
+    context: Context
     token: Any
     method: str
     started: float
@@ -47,8 +48,16 @@ class Call:
 class Workers:
     """Spans and durations of calls on this rank."""
 
-    def __init__(self, tracer: Tracer, meter: Meter, run_context: Context, on_call_ended: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        tracer: Tracer,
+        meter: Meter,
+        defer: Callable[..., None],
+        run_context: Context,
+        on_call_ended: Callable[[], Any],
+    ) -> None:
         self._tracer = tracer
+        self._defer = defer
         self._run_context = run_context
         self._on_call_ended = on_call_ended
         self._duration = meter.create_histogram(
@@ -74,7 +83,7 @@ class Workers:
                 attr.WORKER_SPAN_PREFIX + method, context=parent, kind=SpanKind.SERVER, attributes=attributes
             )
             context = otel_context.set_value(_IN_CALL, True, trace.set_span_in_context(span))
-            return Call(span, otel_context.attach(context), method, time.perf_counter(), labels)
+            return Call(span, context, otel_context.attach(context), method, time.perf_counter(), labels)
         except Exception:
             border.caught(f"opening the span of the worker call {method}")
             return None
@@ -84,14 +93,21 @@ class Workers:
         if call is None:
             return
         try:
+            end, seconds = time.time_ns(), time.perf_counter() - call.started
             fail(call.span, error)
-            call.span.set_attributes(_memory())
-            self._duration.record(time.perf_counter() - call.started, call.labels)
-            call.span.end()
+            call.span.set_attributes(_device_memory())
+            self._defer(self._end, call, end, seconds)
         except Exception:
             border.caught(f"closing the span of the worker call {call.method}")
         finally:
             otel_context.detach(call.token)
+
+    def _end(self, call: Call, end: int, seconds: float) -> None:
+        """In the background: what need not be done on the rank's thread."""
+        call.span.set_attributes(_resident_memory())
+        call.span.end(end)
+        # With the span's context, so that the histogram's exemplar leads to the trace.
+        self._duration.record(seconds, call.labels, call.context)
         self._on_call_ended()
 
 
@@ -116,17 +132,21 @@ def _model_type(worker: Any, method: str, group: str) -> str:
     return {"language_model": "actor", "value_model": "critic"}.get(str(engine_model), "none")
 
 
-def _memory() -> dict[str, int]:
-    """Memory of this process in bytes: resident, and torch's on the device if this process uses one already."""
-    memory = {}
+def _device_memory() -> dict[str, int]:
+    """Bytes that torch has on the device, if this process uses one already: never make a CUDA context."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return {}
+    return {
+        attr.MEMORY_ALLOCATED: int(cuda.memory_allocated()),
+        attr.MEMORY_RESERVED: int(cuda.memory_reserved()),
+    }
+
+
+def _resident_memory() -> dict[str, int]:
+    """Bytes of this process that are in memory."""
     try:
         with open("/proc/self/statm", "rb") as statm:
-            memory[attr.MEMORY_RSS] = int(statm.read().split()[1]) * _PAGE
+            return {attr.MEMORY_RSS: int(statm.read().split()[1]) * _PAGE}
     except (OSError, ValueError, IndexError):  # no procfs: nothing to say
-        pass
-    torch = sys.modules.get("torch")
-    cuda = getattr(torch, "cuda", None)
-    if cuda is not None and cuda.is_initialized():  # never make a CUDA context
-        memory[attr.MEMORY_ALLOCATED] = int(cuda.memory_allocated())
-        memory[attr.MEMORY_RESERVED] = int(cuda.memory_reserved())
-    return memory
+        return {}
