@@ -11,10 +11,10 @@ env: ## the tested environment in .venv
 	@tests/testbed/setup.sh .venv
 
 demo: env ## a real verl run, recorded; prints where its page is
-	@$(PYTHON_IN_ENV) tests/testbed/demo.py
+	@$(PYTHON_IN_ENV) tests/testbed/demo.py $(DEMO)
 
 demo-stack: env ## the same run through a Collector to Jaeger, Prometheus and MLflow on this machine
-	@$(PYTHON_IN_ENV) tests/testbed/demo.py --stack
+	@$(PYTHON_IN_ENV) tests/testbed/demo.py --stack $(DEMO)
 
 test: env ## every test; the cheap ones first
 	@$(PYTHON_IN_ENV) -m pytest tests/unit tests/contract

@@ -2,6 +2,7 @@
 
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -59,11 +60,19 @@ def ppo_run(tmp_path_factory, stack, fork_server):
 
 
 @pytest.fixture(scope="session")
-def plain_run(tmp_path_factory):
-    """The main job as a user types it: its own Ray cluster, no fork server, nothing configured. GRPO, 2 ranks."""
-    run = bed.run(tmp_path_factory.mktemp("plain"), ["grpo", *bed.FAST_SAMPLER], steps=2)
-    assert run.returncode == 0, run.output[-4000:]
-    return run
+def demo(tmp_path_factory):
+    """`make demo`: the main job as a user types it, its own Ray cluster, no fork server, nothing configured."""
+    folder = tmp_path_factory.mktemp("demo") / "output"
+    command = ["make", "demo", f"DEMO=--folder {folder}"]
+    result = subprocess.run(command, cwd=ROOT, env=bed.clean_environment(), capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return result.stdout, bed.Run(0, folder, folder / "run.log", 0.0)
+
+
+@pytest.fixture(scope="session")
+def plain_run(demo):
+    """The run of the demo: GRPO, 2 ranks, 4 steps."""
+    return demo[1]
 
 
 @pytest.fixture(scope="session")

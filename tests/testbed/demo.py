@@ -96,10 +96,10 @@ output       {run.log}
 Jaeger and Prometheus were built from their Go modules, which do not hold their web pages: without them, use the JSON
 links here, or deploy/compose.yaml (official images). MLflow's pages are all here.
 """)
-        if stay:
-            print("Running until you press Ctrl-C.", flush=True)
-            while True:
-                time.sleep(3600)
+        print("Running until you press Ctrl-C." if stay else "Stopping in 5 s.", flush=True)
+        while stay:
+            time.sleep(3600)
+        time.sleep(5)
     except KeyboardInterrupt:
         pass
     finally:

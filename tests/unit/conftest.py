@@ -100,6 +100,7 @@ class Memory:
     @property
     def spans(self):
         """The ended spans, in order of their start."""
+        self.settle()
         return sorted(self._spans.get_finished_spans(), key=lambda span: span.start_time)
 
     def span(self, name):

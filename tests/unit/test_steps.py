@@ -1,6 +1,7 @@
 """Steps and stages (`tracing/steps.py`): whole traces, as Jaeger shows them."""
 
 import contextlib
+import threading
 import time
 
 import pytest
@@ -321,6 +322,21 @@ def test_the_duration_is_that_of_the_span_in_seconds(loop, memory):
     (point,) = memory.points("verl.stage.duration")
     span = memory.span("verl.rollout")
     assert 0.05 <= point.sum <= (span.end_time - span.start_time) / 1e9 + 0.05
+
+
+def test_a_span_ends_when_its_stage_ends_even_while_the_recorder_is_busy(memory):
+    process, gate = memory.process(), threading.Event()
+    process.recorder.defer(gate.wait, 60)
+    process.steps.leave(process.steps.enter("gen"))
+    call = process.workers.enter(None, "update_actor")
+    process.workers.leave(call)
+    left = time.time_ns()
+    time.sleep(0.1)
+    gate.set()
+    assert [span.name for span in memory.spans] == ["verl.rollout", "verl.worker.update_actor"]
+    assert all(span.end_time <= left for span in memory.spans)
+    for name in ("verl.stage.duration", "verl.worker.duration"):
+        assert all(point.sum < 0.1 for point in memory.points(name))
 
 
 def test_the_exemplar_of_a_duration_leads_to_the_span(loop, memory):
