@@ -23,6 +23,7 @@ from verl_otel.identity import Identity
 from verl_otel.metrics.recorder import Gauges, Recorder
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import metrics as names
+from verl_otel.tracing import ids
 from verl_otel.tracing.errors import fail
 from verl_otel.tracing.steps import Steps
 from verl_otel.tracing.trajectories import Trajectories
@@ -63,10 +64,13 @@ class Telemetry:
         self.recorder = Recorder(
             self.meter, self.logger, self.gauges, self.dropped, self.event_attributes, self.flusher.request
         )
-        self.steps = Steps(self.tracer, self.meter, self.gauges, self.recorder.defer, identity, self.run_context)
+        sampler = ids.sampler_of(self.providers.tracer)
+        self.steps = Steps(
+            self.tracer, self.meter, self.gauges, self.recorder.defer, sampler, identity, self.run_context
+        )
         self.workers = Workers(self.tracer, self.meter, self.recorder.defer, self.run_context, self.flusher.request)
         self.trajectories = Trajectories(
-            self.tracer, self.providers.tracer, self.dropped, identity, settings.trajectories, self.run_context
+            self.tracer, sampler, self.dropped, identity, settings.trajectories, self.run_context
         )
         self._run_span: Any = None
         self._run_started = self._run_finished = False
@@ -117,7 +121,10 @@ class Telemetry:
     def finish(self, broadcast: Callable[[float], None] | None = None) -> None:
         """At the end of training: let the other processes send what they have, then send our own."""
         if broadcast is not None:
-            self.budget.spend(0.4, broadcast)
+            try:
+                self.budget.spend(0.4, broadcast)
+            except Exception:
+                border.caught("flushing the other processes")
         self.budget.spend(0.6, self.flush)
 
     def close(self) -> None:

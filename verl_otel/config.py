@@ -34,6 +34,8 @@ EXIT_TIMEOUT = "VERL_OTEL_EXIT_TIMEOUT"
 DISABLED_HOOKS = "VERL_OTEL_DISABLED_HOOKS"
 """Comma-separated names of hooks to leave out (the file names in `verl_otel/hooks`)."""
 
+LARGEST = 1e6
+
 ENDPOINT_VARIABLES = (
     "OTEL_EXPORTER_OTLP_ENDPOINT",
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
@@ -43,7 +45,7 @@ ENDPOINT_VARIABLES = (
 
 
 def number(environ: Mapping[str, str], name: str, default: float, minimum: float) -> float:
-    """The number in a variable; a value that is not a number of at least `minimum` is reported, `default` used."""
+    """The number in a variable; one that is not between `minimum` and `LARGEST` is reported, and `default` used."""
     text = environ.get(name, "").strip()
     if not text:
         return default
@@ -51,7 +53,7 @@ def number(environ: Mapping[str, str], name: str, default: float, minimum: float
         value = float(text)
     except ValueError:
         value = minimum - 1
-    if not value >= minimum:
+    if not minimum <= value <= LARGEST:
         border.warn_once(name, "%s=%r is not a number of at least %g; using %g", name, text, minimum, default)
         return default
     return value

@@ -132,7 +132,7 @@ class Identity:
 
     def resource(self) -> Resource:
         """The resource of this process; the user's `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME` win."""
-        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
         ours = {
             attr.SERVICE_NAME: _SERVICE_OF_ROLE[self.role],
@@ -151,9 +151,8 @@ class Identity:
             attr.VERL_VERSION: _verl_version(),
         }
         ours.update({key: value for key, value in optional.items() if value})
-        given = {k: v for k, v in Resource.create().attributes.items() if not str(v).startswith("unknown_service")}
-        given.pop(attr.SERVICE_INSTANCE_ID, None)
-        return Resource({**ours, **given})
+        # The SDK's own attributes and those of detectors, then ours, then what the user has set.
+        return Resource({**Resource.create().attributes, **ours, **OTELResourceDetector().detect().attributes})
 
 
 def _verl_version() -> str:

@@ -87,7 +87,7 @@ def test_the_run_starts_and_finishes_once(plain):
 
 
 def test_nothing_of_ours_is_complained_about(plain_run):
-    complaints = [line for line in plain_run.output.splitlines() if "verl-otel" in line or "Failed to detach" in line]
+    complaints = [line for line in plain_run.output.splitlines() if "verl-otel: " in line or "Failed to detach" in line]
     assert complaints == []
 
 

@@ -33,7 +33,10 @@ class Progress:
             self.once("starting Ray")
         elif "Started a local Ray instance" in line:
             self.once("starting the trainer, 2 ranks, rollout servers, agent-loop and reward workers")
-        elif "Initial validation metrics" in line:
+        elif (found := re.search(r"\((\w+) pid=\d+", line)) and found[1] not in self._said:
+            self._said.add(found[1])
+            self.say(f"  {found[1]} is there")
+        if "Initial validation metrics" in line:
             self.once("validated before training")
         elif (found := re.search(r"step:(\d+) - ", line)) and found[1] != "0":
             bar = "#" * int(found[1]) + "." * (STEPS - int(found[1]))

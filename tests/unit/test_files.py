@@ -273,8 +273,8 @@ def test_a_hostile_run_id_cannot_lead_out_of_the_folder(pipeline, root, run_id):
 @example("../" * 20)
 @example("-rf")
 def test_any_run_id_is_one_folder_below_the_root(run_id):
-    folder = files.run_folder("/root/of/recordings", run_id)
-    assert os.path.dirname(os.path.normpath(folder)) == "/root/of/recordings"
+    folder = files.run_folder("/folder/of/recordings", run_id)
+    assert os.path.dirname(os.path.normpath(folder)) == "/folder/of/recordings"
     assert "\0" not in folder
 
 

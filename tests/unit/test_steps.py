@@ -316,27 +316,30 @@ def test_each_stage_is_recorded_in_the_histogram_of_durations(loop, memory):
 
 
 def test_the_duration_is_that_of_the_span_in_seconds(loop, memory):
-    loop.trainer.global_steps = 1
+    started = time.perf_counter()
     with loop.time("gen"):
         time.sleep(0.05)
+    elapsed = time.perf_counter() - started
     (point,) = memory.points("verl.stage.duration")
     span = memory.span("verl.rollout")
-    assert 0.05 <= point.sum <= (span.end_time - span.start_time) / 1e9 + 0.05
+    assert 0.05 <= point.sum <= elapsed
+    assert 0.04 <= (span.end_time - span.start_time) / 1e9 <= elapsed + 0.01  # of another clock
 
 
 def test_a_span_ends_when_its_stage_ends_even_while_the_recorder_is_busy(memory):
     process, gate = memory.process(), threading.Event()
     process.recorder.defer(gate.wait, 60)
+    started = time.perf_counter()
     process.steps.leave(process.steps.enter("gen"))
     call = process.workers.enter(None, "update_actor")
     process.workers.leave(call)
-    left = time.time_ns()
+    left, elapsed = time.time_ns(), time.perf_counter() - started
     time.sleep(0.1)
     gate.set()
     assert [span.name for span in memory.spans] == ["verl.rollout", "verl.worker.update_actor"]
     assert all(span.end_time <= left for span in memory.spans)
     for name in ("verl.stage.duration", "verl.worker.duration"):
-        assert all(point.sum < 0.1 for point in memory.points(name))
+        assert all(point.sum <= elapsed for point in memory.points(name))
 
 
 def test_the_exemplar_of_a_duration_leads_to_the_span(loop, memory):

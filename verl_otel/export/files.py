@@ -74,8 +74,11 @@ class _Lines:
             if self._file.tell() >= MAX_BYTES:
                 border.warn_once("file size", "%s has reached %d bytes and takes no more", self._file.name, MAX_BYTES)
                 return False
-            self._file.write(to_json_line(request))
-            return True
+            line, start = to_json_line(request), self._file.tell()
+            if self._file.write(line) == len(line):
+                return True
+            self._file.truncate(start)  # what was written of it would spoil the next line
+            raise OSError("the disk is full")
         except OSError as error:
             border.warn_once(
                 f"writing {self._signal}",
@@ -91,8 +94,11 @@ class _Lines:
         folder = run_folder(root, str(attributes.get(attr.RUN_ID, "no-run")))
         os.makedirs(folder, mode=0o700, exist_ok=True)
         name = f"{attributes.get(attr.PROCESS_ROLE, 'other')}-{os.uname().nodename}-{os.getpid()}.{self._signal}.jsonl"
-        descriptor = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        descriptor = os.open(os.path.join(folder, name), os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         self._file = os.fdopen(descriptor, "ab", buffering=0)
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a process of the same name ended in mid-line
+            self._file.write(b"\n")
         self._pid = os.getpid()
 
     def close(self) -> None:

@@ -26,8 +26,10 @@ class Budget:
         """Call `wait(timeout)` with at most `share` (0 to 1) of what is left, and take off what it used."""
         with self._lock:
             start = time.monotonic()
-            wait(max(0.0, self._left * share))
-            self._left -= time.monotonic() - start
+            try:
+                wait(max(0.0, self._left * share))
+            finally:
+                self._left -= time.monotonic() - start
 
 
 class Flusher:

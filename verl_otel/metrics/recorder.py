@@ -152,7 +152,7 @@ class Recorder:
         self._gauges.set(*names.STEP_LAST_TIMESTAMP, {**_EVERY_RANK}, logged.time_ns / 1e9)
         attributes = dict(self._event_attributes)
         step = to_number(logged.step)
-        if step is not None:
+        if step is not None and math.isfinite(step):
             attributes[attr.STEP_NUMBER] = int(step)
         events.emit(
             self._logger,

@@ -91,7 +91,7 @@ def load(folder: str | Path) -> Recording:
                     request = json.loads(line)
                     recording.spans.extend(_spans(request))
                     recording.events.extend(_events(request))
-                except (ValueError, KeyError, TypeError, AttributeError):
+                except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                     recording.unreadable_lines += 1
     if not recording.spans and not recording.events:
         raise NoRecording(f"no recorded spans or events under {root}: it needs files such as trainer-*.traces.jsonl")
@@ -138,7 +138,7 @@ def _events(request: dict[str, Any]) -> Iterator[Event]:
 
 def attributes_of(pairs: Any) -> dict[str, Any]:
     """OTLP/JSON key-value list -> dict."""
-    return {pair["key"]: value_of(pair.get("value", {})) for pair in pairs}
+    return {pair.get("key", ""): value_of(pair.get("value", {})) for pair in pairs}
 
 
 def value_of(value: dict[str, Any]) -> Any:

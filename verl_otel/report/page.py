@@ -55,7 +55,7 @@ _COLORS = {
 def render(recording: Recording) -> str:
     """The page, as one string."""
     environment = jinja2.Environment(loader=jinja2.PackageLoader("verl_otel.report"), autoescape=True)
-    data = json.dumps(_page_data(recording), separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    data = json.dumps(_page_data(recording), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return environment.get_template("page.html").render(
         overview=_overview(recording),
         parameters=_parameters(recording),
@@ -160,9 +160,11 @@ def _timeline(label: str, spans: list[Span]) -> dict[str, Any]:
         trajectories[trajectory.span_id] = f"trajectory {number + 1}"
     bars = []
     for span in sorted(shown, key=lambda s: s.start):
-        parent = by_id.get(span.parent_id)
+        parent, above = by_id.get(span.parent_id), 0
         while parent is not None and parent.name != attr.SPAN_TRAJECTORY:
-            parent = by_id.get(parent.parent_id)
+            parent, above = by_id.get(parent.parent_id), above + 1
+            if above > len(spans):  # a circle: no recording of ours
+                parent = None
         if parent is not None:
             lane = trajectories[parent.span_id]
         elif span.name.startswith(attr.WORKER_SPAN_PREFIX):

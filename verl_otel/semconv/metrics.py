@@ -101,6 +101,11 @@ _PLAIN_KEY = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)*\Z")
 _MAX_NAME = 200
 
 
+_OURS = (STAGE_DURATION, WORKER_DURATION, STAGE_ACTIVE, STEP_LAST_TIMESTAMP, PROCESS_START_TIME)
+_TAKEN = {name for name, _, _ in (*_OURS, NON_FINITE, SKIPPED, DROPPED)} | {known.name for known in _KNOWN.values()}
+_TAKEN |= {"verl.timing", "verl.timing.per_token"}
+
+
 def derived_name(key: str) -> str:
     """A legal instrument name for any key: deterministic, and different for different keys.
 
@@ -108,7 +113,8 @@ def derived_name(key: str) -> str:
     more has to be changed, eight hex digits of the key's hash keep the name apart from others.
     """
     name = "verl." + re.sub(r"[^a-z0-9_.]+", "_", key.lower().replace("/", ".")).strip("._")
-    if _PLAIN_KEY.match(key) and len(name) <= _MAX_NAME:
+    unchanged = _PLAIN_KEY.match(key) and name == "verl." + key.replace("/", ".") and len(name) <= _MAX_NAME
+    if unchanged and name not in _TAKEN:
         return name
     return f"{name[:_MAX_NAME].rstrip('._')}_{hashlib.sha256(key.encode(errors='replace')).hexdigest()[:8]}"
 

@@ -2,16 +2,27 @@
 
 from opentelemetry.trace import Span, Status, StatusCode
 
+from verl_otel import border
+
 
 def fail(span: Span, error: BaseException | None) -> None:
-    """Record the exception that ends a span and give it ERROR status; nothing for None and for a closed generator."""
+    """Record the exception that ends a span and give it ERROR status; nothing for None and for a closed generator.
+
+    Never raises: the exception may be of a class that cannot even be printed.
+    """
     if error is None or isinstance(error, GeneratorExit):
         return
-    span.record_exception(error)
+    try:
+        span.record_exception(error)
+    except Exception:
+        border.caught("recording an exception")
     span.set_status(Status(StatusCode.ERROR, _summary(error)))
 
 
 def _summary(error: BaseException) -> str:
     """Type and message; of a long one the beginning and the end, since Ray puts the cause at the end."""
-    text = f"{type(error).__name__}: {error}"
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
     return text if len(text) <= 500 else f"{text[:150]} ... {text[-340:]}"

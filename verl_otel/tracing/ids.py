@@ -40,21 +40,35 @@ def span_id(run_id: str, attempt: int, step: int, name: str) -> int:
 @contextmanager
 def use(trace: int | None, span: int | None) -> Iterator[None]:
     """Give the next span that this thread starts these ids (None: one of its own), if our generator is in use."""
-    _next.ids = (trace, span)
+    _next.ids = [trace, span]
     try:
         yield
     finally:
-        _next.ids = (None, None)
+        _next.ids = None
 
 
 class DerivedIdGenerator(IdGenerator):
     """Gives the ids asked for by `use`, and random ids otherwise."""
 
     def generate_trace_id(self) -> int:
-        return getattr(_next, "ids", (None, None))[0] or _random.getrandbits(128) or 1
+        return _take(0) or _random.getrandbits(128) or 1
 
     def generate_span_id(self) -> int:
-        return getattr(_next, "ids", (None, None))[1] or _random.getrandbits(64) or 1
+        return _take(1) or _random.getrandbits(64) or 1
+
+
+def _take(place: int) -> int | None:
+    asked = getattr(_next, "ids", None)
+    if asked is None:
+        return None
+    found, asked[place] = asked[place], None
+    return found
+
+
+def sampler_of(provider: object) -> Sampler | None:
+    """The sampler of a provider whose ids are derived; None for a provider of the user's, whose ids cannot be known."""
+    derives = isinstance(getattr(provider, "id_generator", None), DerivedIdGenerator)
+    return provider.sampler if derives else None  # type: ignore[attr-defined]
 
 
 def remote_context(sampler: Sampler, run_id: str, attempt: int, step: int, name: str) -> SpanContext:

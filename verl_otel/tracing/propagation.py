@@ -59,21 +59,21 @@ def with_carrier(func: Callable[..., Any], kind: str = BY_REFERENCE) -> Callable
         @functools.wraps(func)
         def wrapper(*args: Any, _verl_otel_carrier: object = None, **kwargs: Any) -> Any:
             context = _extract(_verl_otel_carrier)
-            generator, sent = func(*args, **kwargs), None
+            generator = func(*args, **kwargs)
+            step, value = generator.send, None
             while True:
                 # Attached only while the generator's own code runs: what is between two items belongs to the caller.
-                token = None if context is None else otel_context.attach(context)
+                token = _enter(context)
                 try:
-                    item = generator.send(sent)
+                    item = step(value)
                 except StopIteration as stop:
                     return stop.value
                 finally:
                     detach(token)
                 try:
-                    sent = yield item
-                except GeneratorExit:
-                    generator.close()
-                    raise
+                    step, value = generator.send, (yield item)
+                except BaseException as error:  # also GeneratorExit, which `throw` turns into a close
+                    step, value = generator.throw, error
 
     elif call == "async generator":
 
@@ -81,18 +81,19 @@ def with_carrier(func: Callable[..., Any], kind: str = BY_REFERENCE) -> Callable
         async def wrapper(*args: Any, _verl_otel_carrier: object = None, **kwargs: Any) -> Any:
             context = _extract(_verl_otel_carrier)
             generator = func(*args, **kwargs)
-            try:
-                while True:
-                    token = None if context is None else otel_context.attach(context)
-                    try:
-                        item = await generator.__anext__()
-                    except StopAsyncIteration:
-                        return
-                    finally:
-                        detach(token)
-                    yield item
-            finally:
-                await generator.aclose()
+            step, value = generator.asend, None
+            while True:
+                token = _enter(context)
+                try:
+                    item = await step(value)
+                except StopAsyncIteration:
+                    return
+                finally:
+                    detach(token)
+                try:
+                    step, value = generator.asend, (yield item)
+                except BaseException as error:
+                    step, value = generator.athrow, error
 
     else:
 
@@ -141,6 +142,10 @@ def _call_kind(func: Callable[..., Any]) -> str:
     return "coroutine" if inspect.iscoroutinefunction(func) else "plain"
 
 
+def _enter(context: Context | None) -> Any:
+    return None if context is None else otel_context.attach(context)
+
+
 def _extract(carrier: object) -> Context | None:
     try:
         return extract(carrier)
@@ -151,8 +156,7 @@ def _extract(carrier: object) -> Context | None:
 
 def attach(carrier: object) -> Any:
     """Attach the context in a carrier; returns what `detach` takes. Never raises."""
-    context = _extract(carrier)
-    return None if context is None else otel_context.attach(context)
+    return _enter(_extract(carrier))
 
 
 def detach(token: Any) -> None:

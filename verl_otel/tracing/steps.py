@@ -14,7 +14,8 @@ from opentelemetry import baggage, trace
 from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 from opentelemetry.metrics import Meter
-from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, TraceFlags, Tracer
+from opentelemetry.sdk.trace.sampling import Sampler
+from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, Tracer
 
 from verl_otel import border
 from verl_otel.identity import Identity
@@ -59,11 +60,13 @@ class Steps:
         meter: Meter,
         gauges: Gauges,
         defer: Callable[..., None],
+        sampler: Sampler | None,
         identity: Identity,
         run_context: Context,
     ) -> None:
         self._tracer = tracer
         self._defer = defer
+        self._sampler = sampler
         self._gauges = gauges
         self._identity = identity
         self._run_context = run_context
@@ -188,13 +191,9 @@ class Steps:
         known = self._step_span
         if known is not None and (number is None or known[0] == number):
             parent = known[1]
-        elif number is not None:
-            parent = SpanContext(
-                ids.trace_id(self._identity.run_id, self._identity.attempt, number),
-                ids.span_id(self._identity.run_id, self._identity.attempt, number, STEP_TIMER),
-                is_remote=True,
-                trace_flags=TraceFlags(TraceFlags.SAMPLED),
-            )
+        elif number is not None and self._sampler is not None:
+            identity = self._identity
+            parent = ids.remote_context(self._sampler, identity.run_id, identity.attempt, number, STEP_TIMER)
         else:
             return self._run_context
         return trace.set_span_in_context(NonRecordingSpan(parent), Context())

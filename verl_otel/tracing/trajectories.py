@@ -12,13 +12,13 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.metrics import Counter
+from opentelemetry.sdk.trace.sampling import Sampler
 from opentelemetry.trace import (
     Link,
     NonRecordingSpan,
     Span,
     SpanKind,
     Tracer,
-    TracerProvider,
 )
 
 from verl_otel import border
@@ -57,14 +57,14 @@ class Trajectories:
     def __init__(
         self,
         tracer: Tracer,
-        provider: TracerProvider,
+        sampler: Sampler | None,
         dropped: Counter,
         identity: Identity,
         per_step: int,
         run_context: Context,
     ) -> None:
         self._tracer = tracer
-        self._sampler = provider.sampler if _derives_ids(provider) else None  # type: ignore[attr-defined]
+        self._sampler = sampler
         self._dropped = dropped
         self._identity = identity
         self._per_step = per_step
@@ -171,10 +171,6 @@ class Trajectories:
         # With providers of the user's own the step's ids are not known here: a trace of its own, linked to the run.
         run = trace.get_current_span(self._run_context).get_span_context()
         return Context(), [Link(run)] if run.is_valid else []
-
-
-def _derives_ids(provider: TracerProvider) -> bool:
-    return isinstance(getattr(provider, "id_generator", None), ids.DerivedIdGenerator)
 
 
 def _integer(value: Any) -> int | None:

@@ -4,7 +4,9 @@
 registered calls only the outermost has a span.
 """
 
+import operator
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -112,8 +114,10 @@ class Workers:
 
 
 def _rank(worker: Any) -> str:
-    rank = getattr(worker, "rank", None)
-    return str(rank if isinstance(rank, int) else os.environ.get("RANK", "0"))
+    try:
+        return str(operator.index(worker.rank))
+    except (AttributeError, TypeError):
+        return os.environ.get("RANK", "0")
 
 
 def _model_type(worker: Any, method: str, group: str) -> str:
@@ -121,7 +125,7 @@ def _model_type(worker: Any, method: str, group: str) -> str:
     stage_says = baggage.get_baggage(attr.MODEL_TYPE)
     if stage_says and stage_says != "none":
         return str(stage_says)
-    if "ref" in method or group == "ref":
+    if re.search(r"(?:^|_)ref(?:_|$)", method) or group == "ref":
         return "ref"
     for known in ("critic", "teacher", "actor", "rollout", "ref"):
         if known in group:
@@ -135,12 +139,16 @@ def _model_type(worker: Any, method: str, group: str) -> str:
 def _device_memory() -> dict[str, int]:
     """Bytes that torch has on the device, if this process uses one already: never make a CUDA context."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    if cuda is None or not cuda.is_initialized():
+    try:
+        if cuda is None or not cuda.is_initialized():
+            return {}
+        return {
+            attr.MEMORY_ALLOCATED: int(cuda.memory_allocated()),
+            attr.MEMORY_RESERVED: int(cuda.memory_reserved()),
+        }
+    except Exception:  # a device that has failed; the call's span matters all the more
+        border.caught("reading the device's memory")
         return {}
-    return {
-        attr.MEMORY_ALLOCATED: int(cuda.memory_allocated()),
-        attr.MEMORY_RESERVED: int(cuda.memory_reserved()),
-    }
 
 
 def _resident_memory() -> dict[str, int]:

@@ -9,11 +9,12 @@ import logging
 import posixpath
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlflow.entities import Metric, Param, RunTag
+from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from verl_otel.semconv import attributes as attr
@@ -43,6 +44,14 @@ class RunEvent:
     def identity(self) -> "RunIdentity | None":
         """Whose event it is; None if it names no run."""
         return identity_of({**self.resource, **self.attributes})
+
+    def attempt(self) -> int:
+        """The attempt of the run in which it happened."""
+        return _integer(self.attributes.get(attr.RUN_ATTEMPT)) or 1
+
+    def step(self) -> int | None:
+        """The step's number."""
+        return _integer(self.attributes.get(attr.STEP_NUMBER))
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ def identity_of(attributes: Mapping[str, Any]) -> RunIdentity | None:
 def metric_name(key: str) -> str:
     """verl's key as MLflow accepts it: the same as verl's own MLflow logger makes of it."""
     name = re.sub(r"/+", "/", key.replace("@", "_at_"))
-    name = re.sub(r"[^/\w.\- :]", "_", name, flags=re.ASCII)
+    name = re.sub(r"[^/\w.\- :]", "_", name)
     if len(name) <= MAX_KEY and name == posixpath.normpath(name) and not name.startswith(("/", "..")) and name != ".":
         return name
     digest = hashlib.sha256(key.encode(errors="replace")).hexdigest()[:8]
@@ -98,21 +107,29 @@ class Runs:
                 known = self._known[identity.run_id] = self._find(identity) or self._create(identity)
             return known
 
-    def forget(self, identity: RunIdentity) -> None:
-        """Look the run up again next time: MLflow says that it is not there any more."""
-        self._known.pop(identity.run_id, None)
+    def forget(self) -> None:
+        """Look runs up again next time: MLflow says that one is not there any more."""
+        self._known.clear()
 
-    def handle(self, events: Iterable[RunEvent]) -> int:
-        """Write events to MLflow; returns how many were not for it (no run named, or unknown event)."""
+    def handle(self, events: Sequence[RunEvent]) -> int:
+        """Write events to MLflow; returns how many were not for it (no run named, unknown event, step no number)."""
+        try:
+            return self._handle(events)
+        except MlflowException:
+            self.forget()  # somebody may have deleted the run
+            return self._handle(events)
+
+    def _handle(self, events: Sequence[RunEvent]) -> int:
         ignored = 0
         steps: dict[MlflowRun, list[Metric]] = {}
         for event in events:
             identity = event.identity()
-            if identity is None or event.name not in _HANDLED:
+            is_step = event.name == attr.EVENT_STEP
+            if identity is None or event.name not in _HANDLED or (is_step and event.step() is None):
                 ignored += 1
                 continue
             run = self.resolve(identity)
-            if event.name == attr.EVENT_STEP:
+            if is_step:
                 steps.setdefault(run, []).extend(_metrics(event))
             elif event.name == attr.EVENT_RUN_STARTED:
                 self._started(run, event)
@@ -131,11 +148,12 @@ class Runs:
         experiment = self._client.get_experiment_by_name(identity.project)
         if experiment is None:
             return None
-        quoted = identity.run_id.replace("'", "''")
+        pattern = identity.run_id.replace("'", "_")  # MLflow's filters know no way to write a quote
         found = self._client.search_runs(
-            [experiment.experiment_id], filter_string=f"tags.`{TAG_RUN_ID}` = '{quoted}'", max_results=1
+            [experiment.experiment_id], filter_string=f"tags.`{TAG_RUN_ID}` LIKE '{pattern}'"
         )
-        return MlflowRun(experiment.experiment_id, found[0].info.run_id) if found else None
+        ours = [run.info.run_id for run in found if run.data.tags.get(TAG_RUN_ID) == identity.run_id]
+        return MlflowRun(experiment.experiment_id, ours[0]) if ours else None
 
     def _create(self, identity: RunIdentity) -> MlflowRun:
         experiment = self._client.get_experiment_by_name(identity.project)
@@ -149,7 +167,9 @@ class Runs:
 
     def _started(self, run: MlflowRun, event: RunEvent) -> None:
         current = self._client.get_run(run.run_id)
-        tags = {TAG_ATTEMPT: str(event.attributes.get(attr.RUN_ATTEMPT, 1))}
+        if event.attempt() < _attempt_of(current):
+            return  # delivered again, after a later attempt has begun
+        tags = {TAG_ATTEMPT: str(event.attempt())}
         if event.body.get(_COMMIT):
             tags["mlflow.source.git.commit"] = str(event.body[_COMMIT])
         if event.resource.get(attr.VERL_VERSION):
@@ -173,6 +193,8 @@ class Runs:
             self._client.update_run(run.run_id, status="RUNNING")
 
     def _finished(self, run: MlflowRun, event: RunEvent) -> None:
+        if event.attempt() < _attempt_of(self._client.get_run(run.run_id)):
+            return
         tags = [RunTag(TAG_FINISHED_AT, str(event.time_ns))]
         tags += [
             RunTag(key, str(value)[:MAX_VALUE]) for key, value in event.body.items() if key.startswith("exception.")
@@ -190,8 +212,19 @@ class Runs:
 _HANDLED = frozenset({attr.EVENT_STEP, attr.EVENT_RUN_STARTED, attr.EVENT_RUN_FINISHED})
 
 
+def _attempt_of(run: Run) -> int:
+    return _integer(run.data.tags.get(TAG_ATTEMPT)) or 0
+
+
+def _integer(value: Any) -> int | None:
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
 def _metrics(event: RunEvent) -> list[Metric]:
-    step = int(event.attributes.get(attr.STEP_NUMBER, 0))
+    step = event.step() or 0
     time_ms = event.time_ns // 1_000_000
     taken: dict[str, str] = {}
     points = []

@@ -136,16 +136,40 @@ async def _body(request: Request) -> bytes:
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity", "gzip"):
         raise BadRequest(415, f"content-encoding {encoding} is not supported; use gzip")
-    inflate = zlib.decompressobj(wbits=31) if encoding == "gzip" else None
+    gzip = _Gunzip() if encoding == "gzip" else None
     body = bytearray()
     try:
         async for chunk in request.stream():
-            body += inflate.decompress(chunk, MAX_BODY + 1 - len(body)) if inflate is not None else chunk
+            body += chunk if gzip is None else gzip.feed(chunk, MAX_BODY + 1 - len(body))
             if len(body) > MAX_BODY:
                 raise BadRequest(413, f"the request is larger than {MAX_BODY} bytes")
+        if gzip is not None:
+            gzip.finish()
     except zlib.error as error:
         raise BadRequest(400, f"the body is not gzip: {error}") from error
     return bytes(body)
+
+
+class _Gunzip:
+    """Decompresses gzip, of one or more members, a chunk at a time and never more than asked for."""
+
+    def __init__(self) -> None:
+        self._member = zlib.decompressobj(wbits=31)
+
+    def feed(self, chunk: bytes, most: int) -> bytes:
+        """At most `most` decompressed bytes of what came so far (more means that the request is too large)."""
+        out = bytearray()
+        while chunk and len(out) < most:
+            if self._member.eof:
+                self._member = zlib.decompressobj(wbits=31)
+            out += self._member.decompress(chunk, most - len(out))
+            chunk = self._member.unused_data
+        return bytes(out)
+
+    def finish(self) -> None:
+        """Raise `zlib.error` if the body ended in the middle."""
+        if not self._member.eof:
+            raise zlib.error("it ends in the middle")
 
 
 def _decode(body: bytes, kind: str, message: Message) -> None:
@@ -153,6 +177,8 @@ def _decode(body: bytes, kind: str, message: Message) -> None:
         if kind == _PROTOBUF:
             message.ParseFromString(body)
         elif kind == _JSON and isinstance(message, ExportLogsServiceRequest):
+            if not body.lstrip().startswith(b"{"):
+                raise BadRequest(400, "the body is not a JSON object")
             json_format.Parse(body, message, ignore_unknown_fields=True)
         else:
             raise BadRequest(415, f"content-type {kind or '(none)'} is not supported; use {_PROTOBUF}")

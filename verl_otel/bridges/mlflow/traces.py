@@ -55,10 +55,10 @@ class Traces:
                     "x-mlflow-experiment-id": run.experiment_id,
                     "x-mlflow-run-id": run.run_id,
                 }
-                self._post(part.SerializeToString(), headers, identity)
+                self._post(part.SerializeToString(), headers)
         return left_out
 
-    def _post(self, body: bytes, headers: dict[str, str], identity: RunIdentity) -> None:
+    def _post(self, body: bytes, headers: dict[str, str]) -> None:
         try:
             response = self._session.post(self._url, data=body, headers=headers, timeout=TIMEOUT)
         except requests.RequestException as error:
@@ -66,7 +66,7 @@ class Traces:
         if response.status_code < 300:
             return
         if response.status_code == 404:
-            self._runs.forget(identity)
+            self._runs.forget()
         if response.status_code in (404, 408, 429) or response.status_code >= 500:
             raise TryLater(f"MLflow answered {response.status_code}")
         raise Refused(f"MLflow answered {response.status_code}: {response.text[:200]}")
