@@ -69,15 +69,15 @@ class _Lines:
 
     def write(self, request: Message, resource: Resource) -> bool:
         try:
-            if self._file is None or self._pid != os.getpid():
-                self._open(resource)
-            if self._file.tell() >= MAX_BYTES:
-                border.warn_once("file size", "%s has reached %d bytes and takes no more", self._file.name, MAX_BYTES)
+            file = self._file if self._file is not None and self._pid == os.getpid() else self._open(resource)
+            start = file.tell()
+            if start >= MAX_BYTES:
+                border.warn_once("file size", "%s has reached %d bytes and takes no more", file.name, MAX_BYTES)
                 return False
-            line, start = to_json_line(request), self._file.tell()
-            if self._file.write(line) == len(line):
+            line = to_json_line(request)
+            if file.write(line) == len(line):
                 return True
-            self._file.truncate(start)  # what was written of it would spoil the next line
+            file.truncate(start)  # what was written of it would spoil the next line
             raise OSError("the disk is full")
         except OSError as error:
             border.warn_once(
@@ -88,7 +88,7 @@ class _Lines:
             )
             return False
 
-    def _open(self, resource: Resource) -> None:
+    def _open(self, resource: Resource) -> Any:
         attributes = resource.attributes
         root = config.Settings.from_environ().folder
         folder = run_folder(root, str(attributes.get(attr.RUN_ID, "no-run")))
@@ -100,6 +100,7 @@ class _Lines:
         if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a process of the same name ended in mid-line
             self._file.write(b"\n")
         self._pid = os.getpid()
+        return self._file
 
     def close(self) -> None:
         if self._file is not None and self._pid == os.getpid():
