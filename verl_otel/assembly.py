@@ -19,18 +19,20 @@ from opentelemetry.trace import TracerProvider, set_span_in_context
 from verl_otel import border, events
 from verl_otel.config import Settings
 from verl_otel.export import lifetime, providers
-from verl_otel.identity import Identity
+from verl_otel.identity import LAUNCHER, TRAINER, Identity
 from verl_otel.metrics.recorder import Gauges, Recorder
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import metrics as names
 from verl_otel.tracing import ids
-from verl_otel.tracing.errors import fail
+from verl_otel.tracing.errors import describe, fail
 from verl_otel.tracing.steps import Steps
 from verl_otel.tracing.trajectories import Trajectories
 from verl_otel.tracing.workers import Workers
 from verl_otel.version import __version__
 
 SCOPE = "verl_otel"
+
+_EXIT_SHARE = {LAUNCHER: 0.3, TRAINER: 0.7}  # they end one after the other: together they keep the limit
 
 
 class Telemetry:
@@ -52,7 +54,7 @@ class Telemetry:
         self.meter = self.providers.meter.get_meter(SCOPE, __version__)
         self.logger = self.providers.logger.get_logger(SCOPE, __version__)
 
-        self.budget = lifetime.Budget(settings.exit_timeout)
+        self.budget = lifetime.Budget(settings.exit_timeout * _EXIT_SHARE.get(identity.role, 1.0))
         self.flusher = lifetime.Flusher((self.providers.meter, self.providers.logger, self.providers.tracer))
         self.gauges = Gauges(self.meter)
         self.dropped = self.meter.create_counter(*names.DROPPED)
@@ -106,7 +108,7 @@ class Telemetry:
         self._run_finished = True
         body: dict[str, Any] = {}
         if error is not None:
-            body = {"exception.type": type(error).__qualname__, "exception.message": str(error)[:1000]}
+            body = {"exception.type": type(error).__qualname__, "exception.message": describe(error)}
         attributes = {**self.event_attributes, attr.RUN_STATE: state or ("failed" if error is not None else "finished")}
         severity = SeverityNumber.INFO if error is None else SeverityNumber.ERROR
         events.emit(self.logger, attr.EVENT_RUN_FINISHED, body, attributes, context=self.run_context, severity=severity)

@@ -34,6 +34,9 @@ EXIT_TIMEOUT = "VERL_OTEL_EXIT_TIMEOUT"
 DISABLED_HOOKS = "VERL_OTEL_DISABLED_HOOKS"
 """Comma-separated names of hooks to leave out (the file names in `verl_otel/hooks`)."""
 
+ACTIVE = "VERL_OTEL_ACTIVE"
+"""Set by the launcher for its workers, not by users: the process belongs to an instrumented run."""
+
 LARGEST = 1e6
 
 ENDPOINT_VARIABLES = (

@@ -57,6 +57,12 @@ def ensure_run_id() -> str:
     return run_id
 
 
+def in_ray_itself() -> bool:
+    """Whether this is Ray's command or one of its own processes: they outlive a run, and must not name it."""
+    own = re.compile(r"(?:^|/)ray$|-packages/ray/")
+    return any(own.search(part) for part in sys.orig_argv[:4])
+
+
 def in_ray_worker() -> bool:
     """Whether this process is a Ray worker (an actor's or a task's), told by the script that it runs."""
     return bool(sys.argv) and os.path.basename(sys.argv[0]) == "default_worker.py"

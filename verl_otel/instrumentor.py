@@ -27,7 +27,8 @@ class VerlInstrumentor(BaseInstrumentor):
         """
         if config.sdk_disabled():
             return
-        identity.ensure_run_id()
+        if not identity.in_ray_itself():
+            identity.ensure_run_id()
         telemetry.enable(
             tracer_provider=kwargs.get("tracer_provider"),
             meter_provider=kwargs.get("meter_provider"),

@@ -1,7 +1,7 @@
 """Second way into a verl process: verl >= 0.9 imports this module in every process (entry point group `verl.plugins`).
 
-It reaches workers of a Ray cluster to which `PYTHONPATH` does not get through. It does something only where a launcher
-has named a run, that is, where the user asked for telemetry; and nothing where the instrumentor is at work already.
+It reaches workers of a Ray cluster to which `PYTHONPATH` does not get through. It does something only where an
+instrumented launcher says so, and nothing where the instrumentor is at work already.
 """
 
 import os
@@ -12,7 +12,7 @@ from verl_otel import border, config
 def activate() -> None:
     """Instrument this process if it belongs to an instrumented run. Never raises."""
     try:
-        if os.environ.get(config.RUN_ID):
+        if os.environ.get(config.ACTIVE):
             from verl_otel.instrumentor import VerlInstrumentor
 
             instrumentor = VerlInstrumentor()

@@ -295,3 +295,22 @@ def test_every_member_of_a_gzip_body_is_read_and_a_cut_one_is_refused():
     with pytest.raises(zlib.error):
         cut.finish()
     assert len(_Gunzip().feed(gzip.compress(b"x" * 1_000_000), 1000)) == 1000
+
+
+# ---- who is a process of a run
+
+
+@pytest.mark.parametrize(
+    ("command", "ray_itself"),
+    [
+        (["python", "/env/bin/ray", "start", "--head"], True),
+        (["python", "-u", "/env/lib/site-packages/ray/dashboard/agent.py"], True),
+        (["python", "-m", "verl.trainer.main_ppo"], False),
+        (["python", "/home/ray/train.py"], False),
+    ],
+)
+def test_rays_own_processes_do_not_name_a_run(command, ray_itself, monkeypatch):
+    from verl_otel import identity
+
+    monkeypatch.setattr(sys, "orig_argv", command)
+    assert identity.in_ray_itself() == ray_itself

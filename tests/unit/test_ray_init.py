@@ -88,7 +88,7 @@ def test_workers_get_every_setting_of_opentelemetry_and_of_ours(launcher, monkey
     assert env["VERL_OTEL_TRAJECTORIES"] == "9"
     assert set(env) == {
         *("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_SAMPLER"),
-        *("VERL_OTEL_TRAJECTORIES", "VERL_OTEL_FOLDER", "VERL_OTEL_RUN_ID", "PYTHONPATH"),
+        *("VERL_OTEL_TRAJECTORIES", "VERL_OTEL_FOLDER", "VERL_OTEL_RUN_ID", "VERL_OTEL_ACTIVE", "PYTHONPATH"),
     }
     assert all(isinstance(value, str) for value in env.values())
 

@@ -60,6 +60,7 @@ def _telemetry_of_launcher(caller: FrameType | None) -> Telemetry | None:
 def environment(t: Telemetry) -> dict[str, str]:
     """The environment variables that make a worker a process of this run."""
     env = {key: _literal(key, value) for key, value in os.environ.items() if key.startswith(_CARRIED_PREFIXES)}
+    env[config.ACTIVE] = "1"
     env[config.RUN_ID] = t.identity.run_id
     env[config.FOLDER] = t.settings.folder  # absolute: workers have other working directories
     env.update(t.run_carrier())

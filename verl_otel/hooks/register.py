@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from verl_otel import border, telemetry
+from verl_otel.hooks.closing import closing
 from verl_otel.hooks.patches import Patches
 from verl_otel.tracing import propagation
 
@@ -41,31 +42,19 @@ def _with_span(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         async def call(*args: Any, **kwargs: Any) -> Any:
             t = telemetry.current()
-            opened = None if t is None else t.workers.enter(args[0] if args else None, method.__name__)
-            error: BaseException | None = None
-            try:
+            if t is None:
                 return await method(*args, **kwargs)
-            except BaseException as e:
-                error = e
-                raise
-            finally:
-                if t is not None:
-                    t.workers.leave(opened, error)
+            with closing(t.workers.leave, t.workers.enter(args[0] if args else None, method.__name__)):
+                return await method(*args, **kwargs)
 
     else:
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             t = telemetry.current()
-            opened = None if t is None else t.workers.enter(args[0] if args else None, method.__name__)
-            error: BaseException | None = None
-            try:
+            if t is None:
                 return method(*args, **kwargs)
-            except BaseException as e:
-                error = e
-                raise
-            finally:
-                if t is not None:
-                    t.workers.leave(opened, error)
+            with closing(t.workers.leave, t.workers.enter(args[0] if args else None, method.__name__)):
+                return method(*args, **kwargs)
 
     return call

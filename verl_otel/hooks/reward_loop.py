@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from verl_otel import telemetry
+from verl_otel.hooks.closing import closing
 from verl_otel.hooks.patches import Patches
 from verl_otel.tracing import propagation
 
@@ -19,15 +20,9 @@ def install(module: ModuleType, patches: Patches) -> None:
     @functools.wraps(original)
     async def compute_score(self: Any, *args: Any, **kwargs: Any) -> Any:
         t = telemetry.current()
-        part = None if t is None else t.trajectories.enter_score()
-        error: BaseException | None = None
-        try:
+        if t is None:
             return await original(self, *args, **kwargs)
-        except BaseException as e:
-            error = e
-            raise
-        finally:
-            if t is not None:
-                t.trajectories.leave(part, error)
+        with closing(t.trajectories.leave, t.trajectories.enter_score()):
+            return await original(self, *args, **kwargs)
 
     patches.set(worker, "compute_score", propagation.with_carrier(compute_score))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 from verl_otel import telemetry
+from verl_otel.hooks.closing import closing
 from verl_otel.hooks.patches import Patches
 
 
@@ -22,15 +23,11 @@ def install(module: ModuleType, patches: Patches) -> None:
             yield from original(name, timing_raw)
             return
         part = t.trajectories.enter_part(name)
-        scope = None if part is not None else t.steps.enter(name)
-        error: BaseException | None = None
-        try:
-            yield from original(name, timing_raw)
-        except BaseException as e:
-            error = e
-            raise
-        finally:
-            t.trajectories.leave(part, error)
-            t.steps.leave(scope, error)
+        if part is not None:
+            with closing(t.trajectories.leave, part):
+                yield from original(name, timing_raw)
+        else:
+            with closing(t.steps.leave, t.steps.enter(name)):
+                yield from original(name, timing_raw)
 
     patches.set(module, "_timer", _timer)

@@ -14,6 +14,7 @@ from opentelemetry import context as otel_context
 
 from verl_otel import border, telemetry
 from verl_otel.hooks import ray_actors
+from verl_otel.hooks.closing import closing
 from verl_otel.hooks.patches import Patches
 
 if TYPE_CHECKING:
@@ -43,17 +44,14 @@ def _wrap_setup(trainer: Any, name: str, patches: Patches) -> None:
         if t is None:
             return original(self, *args, **kwargs)
         t.steps.follow(self)
-        scope = t.steps.enter_setup()
-        error: BaseException | None = None
-        try:
-            return original(self, *args, **kwargs)
-        except BaseException as e:
-            error = e
-            raise
-        finally:
+
+        def leave(scope: Any, error: BaseException | None) -> None:
             t.steps.leave(scope, error)
-            if error is not None:
+            if error is not None:  # there will be no `fit`
                 _finish(t, error)
+
+        with closing(leave, t.steps.enter_setup()):
+            return original(self, *args, **kwargs)
 
     patches.set(trainer, name, setup)
 
@@ -64,16 +62,10 @@ def _wrap_validate(trainer: Any, patches: Patches) -> None:
     @functools.wraps(original)
     def _validate(self: Any, *args: Any, **kwargs: Any) -> Any:
         t = telemetry.current()
-        scope = None if t is None else t.steps.enter_validation()
-        error: BaseException | None = None
-        try:
+        if t is None:
             return original(self, *args, **kwargs)
-        except BaseException as e:
-            error = e
-            raise
-        finally:
-            if t is not None:
-                t.steps.leave(scope, error)
+        with closing(t.steps.leave, t.steps.enter_validation()):
+            return original(self, *args, **kwargs)
 
     patches.set(trainer, "_validate", _validate)
 
@@ -88,16 +80,13 @@ def _wrap_fit(trainer: Any, patches: Patches, waits_for_rollout: bool) -> None:
             return original(self, *args, **kwargs)
         t.steps.follow(self)
         t.steps.waits_for_rollout = waits_for_rollout
-        token = otel_context.attach(t.run_context)
-        error: BaseException | None = None
-        try:
-            return original(self, *args, **kwargs)
-        except BaseException as e:
-            error = e
-            raise
-        finally:
+
+        def leave(token: Any, error: BaseException | None) -> None:
             otel_context.detach(token)
             _finish(t, error)
+
+        with closing(leave, otel_context.attach(t.run_context)):
+            return original(self, *args, **kwargs)
 
     patches.set(trainer, "fit", fit)
 

@@ -16,10 +16,10 @@ def fail(span: Span, error: BaseException | None) -> None:
         span.record_exception(error)
     except Exception:
         border.caught("recording an exception")
-    span.set_status(Status(StatusCode.ERROR, _summary(error)))
+    span.set_status(Status(StatusCode.ERROR, describe(error)))
 
 
-def _summary(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Type and message; of a long one the beginning and the end, since Ray puts the cause at the end."""
     try:
         text = f"{type(error).__name__}: {error}"
