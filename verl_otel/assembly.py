@@ -13,7 +13,7 @@ from typing import Any
 
 from opentelemetry import propagate
 from opentelemetry._logs import LoggerProvider, SeverityNumber
-from opentelemetry.metrics import MeterProvider
+from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 from opentelemetry.trace import TracerProvider, set_span_in_context
 
 from verl_otel import border, events
@@ -33,6 +33,10 @@ from verl_otel.version import __version__
 SCOPE = "verl_otel"
 
 _EXIT_SHARE = {LAUNCHER: 0.3, TRAINER: 0.7}  # they end one after the other: together they keep the limit
+
+
+def _observe_failures(_: CallbackOptions) -> list[Observation]:
+    return [Observation(count, {"site": site}) for site, count in border.failures().items()]
 
 
 class Telemetry:
@@ -58,6 +62,8 @@ class Telemetry:
         self.flusher = lifetime.Flusher((self.providers.meter, self.providers.logger, self.providers.tracer))
         self.gauges = Gauges(self.meter)
         self.dropped = self.meter.create_counter(*names.DROPPED)
+        failures, unit, description = names.FAILURES
+        self.meter.create_observable_counter(failures, [_observe_failures], unit, description)
         self.run_context = propagate.extract(
             {key.lower(): os.environ[key] for key in ("TRACEPARENT", "TRACESTATE") if key in os.environ}
         )
@@ -76,6 +82,7 @@ class Telemetry:
         )
         self._run_span: Any = None
         self._run_started = self._run_finished = False
+        self._pid = os.getpid()
         atexit.register(self._at_exit)
 
     # ---- the run ------------------------------------------------------------------------------------------------
@@ -149,6 +156,8 @@ class Telemetry:
         thread.join(timeout)
 
     def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child has none of the threads that it would wait for
         try:
             self.close()
             self.budget.spend(1.0, self._shutdown)

@@ -165,11 +165,12 @@ def test_tracking_works_as_before_when_our_part_fails(monkeypatch, tmp_path, cap
     def broken(*_):
         raise ValueError("ours")
 
-    with instrumented():
+    with instrumented() as seen:
         monkeypatch.setattr(telemetry.current().recorder, "submit", broken)
         tracking = Tracking("project", "experiment", default_backend=["file"])
         tracking.log(data={"a/b": 1.5}, step=1)
         tracking.log(data={"a/b": 2.5}, step=2)
+        assert {p.attributes["site"]: p.value for p in seen.points("verl.otel.failures")} == {"Tracking.log": 2}
     (written,) = tmp_path.rglob("*.jsonl")
     assert len(written.read_text().splitlines()) == 2
     assert [r.message for r in caplog.records if r.name == "verl_otel"].count(

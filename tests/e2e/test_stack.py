@@ -2,7 +2,9 @@
 
 import json
 import math
+import signal
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 
@@ -231,3 +233,93 @@ def test_the_queues_are_empty_and_nothing_was_refused(stack, ppo_run):
         lines = response.read().decode().splitlines()
     failed = [line for line in lines if "send_failed" in line and not line.startswith("#") and not line.endswith(" 0")]
     assert failed == []
+
+
+# ---- the Collector and the bridge, with data of other processes beside it
+
+
+def resource(**attributes):
+    from opentelemetry.sdk.resources import Resource
+
+    return Resource({"service.name": "verl-trainer", "verl.run.attempt": 1, **attributes})
+
+
+def send_trace(stack, name, **attributes):
+    """One span, as a process with these resource attributes sends it; returns its trace id."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+
+    provider = TracerProvider(resource=resource(**attributes), shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(stack.url("otlp_http") + "/v1/traces")))
+    span = provider.get_tracer("test").start_span(name)
+    span.end()
+    return f"{span.get_span_context().trace_id:032x}"
+
+
+def in_jaeger(stack, trace_id):
+    try:
+        return get(f"{stack.url('jaeger')}/api/traces/{trace_id}")["data"]
+    except urllib.error.HTTPError:
+        return None
+
+
+def test_a_bad_point_does_not_cost_the_points_of_others(stack):
+    """Delta temporality, which Prometheus refuses with the whole batch, and attributes that clash as labels."""
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+    from opentelemetry.sdk.metrics import Counter, MeterProvider
+    from opentelemetry.sdk.metrics.export import AggregationTemporality, PeriodicExportingMetricReader
+
+    delta = {Counter: AggregationTemporality.DELTA}
+    exporter = OTLPMetricExporter(stack.url("otlp_http") + "/v1/metrics", preferred_temporality=delta)
+    reader = PeriodicExportingMetricReader(exporter, export_interval_millis=math.inf)
+    provider = MeterProvider([reader], resource=resource(**{"verl.run.id": "bad-points"}), shutdown_on_exit=False)
+    meter = provider.get_meter("test")
+    meter.create_counter("test.delta").add(2)
+    meter.create_gauge("test.clash").set(3, {"a.b": "1", "a_b": "2", "job": "x", "instance": "y"})
+    meter.create_gauge("test.good").set(4)
+    provider.force_flush()
+
+    def ask():
+        return {s["metric"]["__name__"]: s["value"][1] for s in prometheus(stack, '{__name__=~"test_.+"}')}
+
+    assert eventually(ask) == {"test_delta_total": "2", "test_clash": "3", "test_good": "4"}
+
+
+def test_a_hanging_mlflow_does_not_delay_jaeger(stack):
+    bridge = stack.processes["bridge"]
+    bridge.send_signal(signal.SIGSTOP)
+    try:
+        trace_id = send_trace(stack, "while MLflow hangs", **{"verl.run.id": "hang", "verl.project.name": "gamma"})
+        assert eventually(lambda: in_jaeger(stack, trace_id), 20)
+    finally:
+        bridge.send_signal(signal.SIGCONT)
+    assert eventually(lambda: _traces_of(stack, "gamma")) == {trace_id}
+
+
+def _traces_of(stack, project):
+    import mlflow
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(stack.url("mlflow"))
+    experiment = client.get_experiment_by_name(project)
+    if experiment is None:
+        return set()
+    (run,) = client.search_runs([experiment.experiment_id])
+    mlflow.set_tracking_uri(stack.url("mlflow"))
+    try:
+        found = mlflow.search_traces(
+            locations=[experiment.experiment_id], run_id=run.info.run_id, return_type="list", include_spans=False
+        )
+    finally:
+        mlflow.set_tracking_uri(None)
+    return {trace.info.trace_id.removeprefix("tr-") for trace in found}
+
+
+def test_projects_that_share_a_collector_have_their_traces_in_their_own_experiments(stack):
+    wanted = {
+        project: {send_trace(stack, "verl.step", **{"verl.run.id": f"of-{project}", "verl.project.name": project})}
+        for project in ("delta", "epsilon")
+    }
+    assert eventually(lambda: all(_traces_of(stack, project) for project in wanted))
+    assert {project: _traces_of(stack, project) for project in wanted} == wanted

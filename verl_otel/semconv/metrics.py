@@ -20,6 +20,7 @@ STEP_LAST_TIMESTAMP = ("verl.step.last_timestamp", "s", "Unix time of the last T
 PROCESS_START_TIME = ("verl.process.start_time", "s", "Unix time at which a process joined the run")
 NON_FINITE = ("verl.metric.non_finite", "{value}", "NaN and infinite values that verl logged, by verl's key")
 SKIPPED = ("verl.metric.skipped", "{value}", "Values that verl logged and that are not numbers, by kind")
+FAILURES = ("verl.otel.failures", "{failure}", "Failures of verl-otel that were stopped at its border, by site")
 DROPPED = ("verl.otel.dropped", "{item}", "Telemetry that was left out, by signal and reason")
 
 DURATION_BUCKETS = (
@@ -102,7 +103,9 @@ _MAX_NAME = 200
 
 
 _OURS = (STAGE_DURATION, WORKER_DURATION, STAGE_ACTIVE, STEP_LAST_TIMESTAMP, PROCESS_START_TIME)
-_TAKEN = {name for name, _, _ in (*_OURS, NON_FINITE, SKIPPED, DROPPED)} | {known.name for known in _KNOWN.values()}
+_TAKEN = {name for name, _, _ in (*_OURS, NON_FINITE, SKIPPED, DROPPED, FAILURES)} | {
+    known.name for known in _KNOWN.values()
+}
 _TAKEN |= {"verl.timing", "verl.timing.per_token"}
 
 
