@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+import types
 
 import pytest
 from opentelemetry import baggage, trace
@@ -436,3 +437,11 @@ def test_memory_does_not_grow_with_the_steps(loop):
     for _ in range(50):
         loop.step("gen", "adv")
     assert len(loop.steps._named) <= 9
+
+
+def test_a_timer_inside_a_ranks_call_is_under_that_call(memory):
+    process = memory.process("worker")
+    call = process.workers.enter(types.SimpleNamespace(rank=1), "update_actor")
+    process.steps.leave(process.steps.enter("some_phase"))
+    process.workers.leave(call)
+    assert memory.tree() == {"verl.worker.update_actor": {"verl.some_phase": {}}}

@@ -175,7 +175,9 @@ class Steps:
         if timer in WAIT_TIMERS or (timer == ROLLOUT_TIMER and self.waits_for_rollout):
             attributes[attr.STAGE_WAIT] = True
         context = otel_context.get_current()
-        if otel_context.get_value(_IN_STEP, context):
+        # In a step; or, where no trainer runs (a timer inside a rank's call), in whatever span is open.
+        elsewhere = self._trainer() is None and trace.get_current_span(context).get_span_context().is_valid
+        if elsewhere or otel_context.get_value(_IN_STEP, context):
             return self._open(timer, stage, context, attributes, self.number())
         # Outside verl's step: before it (profiling), after it (validation); it belongs to the step's trace all the
         # same.
