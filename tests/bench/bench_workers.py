@@ -1,4 +1,4 @@
-"""A worker group of one rank whose method does nothing, for hooks.py."""
+"""A worker group of one rank whose method takes an argument, as verl's do, and does nothing. For hooks.py."""
 
 import ray
 from verl.single_controller.base import Worker
@@ -16,7 +16,7 @@ def make_group(name, environment):
 
     class ActorWorker(Worker):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-        def update_actor(self):
+        def update_actor(self, data):
             return self.rank
 
     fused = create_colocated_worker_cls({"actor_rollout": RayClassWithInitArgs(ray.remote(ActorWorker))})
@@ -24,5 +24,5 @@ def make_group(name, environment):
         fused.update_options({"runtime_env": {"env_vars": environment}})
     pool = RayResourcePool([1], use_gpu=False, name_prefix=name)
     group = RayWorkerGroup(pool, fused).spawn(prefix_set={"actor_rollout"})["actor_rollout"]
-    assert group.update_actor() == [0]
+    assert group.update_actor({"global_steps": 1}) == [0]
     return group

@@ -100,7 +100,10 @@ def worker_call(instrumentor):
 
     with marked_timer("step", {}), marked_timer("update_actor", {}):
         result = medians(
-            {"without": lambda _: untouched.update_actor(), "verl-otel": lambda _: instrumented.update_actor()},
+            {
+                "without": lambda step: untouched.update_actor({"global_steps": step}),
+                "verl-otel": lambda step: instrumented.update_actor({"global_steps": step}),
+            },
             rounds=100,
             calls=10,
         )
