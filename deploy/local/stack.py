@@ -192,7 +192,8 @@ def main() -> None:
     parser.add_argument("--fixed-ports", action="store_true", help="the usual ports (4318, 16686, 9090, 5000, ...)")
     options = parser.parse_args()
     stack = Stack(options.folder.resolve(), dict(FIXED) if options.fixed_ports else None)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    for end in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(end, lambda *_: sys.exit(0))
     try:
         stack.start(lambda line: print(line, flush=True))
         print(f"send OTLP to  {stack.url('otlp_http')}   (OTEL_EXPORTER_OTLP_ENDPOINT)")

@@ -3,6 +3,7 @@
 import argparse
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -82,6 +83,8 @@ def with_stack(folder: Path, stay: bool) -> None:
     sys.path.insert(0, str(bed.ROOT / "deploy" / "local"))
     from stack import Stack
 
+    for end in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal leaves nothing behind either
+        signal.signal(end, lambda *_: sys.exit(0))
     progress = Progress()
     stack = Stack(folder / "stack")
     try:
