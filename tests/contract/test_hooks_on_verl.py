@@ -299,3 +299,24 @@ def test_auto_await_keeps_the_callers_context_and_its_own_rules():
 
             assert current() == wanted
             assert asyncio.run(from_coroutine()) == (wanted, wanted)
+
+
+def test_arguments_that_another_version_of_tracking_has_reach_it(monkeypatch):
+    from verl.utils import tracking
+
+    got = []
+
+    class Tracking(tracking.Tracking):
+        def __init__(self, project_name, experiment_name, *, config=None, tags=()):
+            got.append(tags)
+            self.logger = {}
+
+        def finish(self, exit_code=0, quiet=False):
+            got.append((exit_code, quiet))
+
+    monkeypatch.setattr(tracking, "Tracking", Tracking)
+    with instrumented() as seen:
+        made = tracking.Tracking("project", experiment_name="experiment", tags=("a",))
+        made.finish(1, quiet=True)
+    assert got[:2] == [("a",), (1, True)]
+    assert [e.attributes["verl.run.state"] for e in seen.events if e.event_name == "verl.run.finished"] == ["failed"]

@@ -84,7 +84,6 @@ def run(
     *,
     ranks: int = 2,
     steps: int = 3,
-    instrument: bool = True,
     script: str = "run_ppo.sh",
     fork_server: "ForkServer | None" = None,
     cluster: str = "",
@@ -108,9 +107,8 @@ def run(
         RAY_TMP=str(ray_folder),
         RANKS=str(ranks),
         STEPS=str(steps),
+        LAUNCH=INSTRUMENT,
     )
-    if instrument:
-        env["LAUNCH"] = INSTRUMENT
     if fork_server is not None:
         env["ZYGOTE"] = str(fork_server.socket)
     if cluster:

@@ -314,3 +314,9 @@ def test_rays_own_processes_do_not_name_a_run(command, ray_itself, monkeypatch):
 
     monkeypatch.setattr(sys, "orig_argv", command)
     assert identity.in_ray_itself() == ray_itself
+
+
+def test_a_trainer_that_cannot_be_referenced_weakly_is_not_an_error(memory):
+    process = memory.process()
+    process.steps.follow(types.SimpleNamespace(global_steps=1))
+    assert process.steps.number() is None

@@ -46,7 +46,7 @@ class _TrajectoryContext:
     def __enter__(self) -> Any:
         get = self._arguments.get
         self._opened = self._telemetry.trajectories.enter(
-            get("step"), get("sample_index"), get("rollout_n"), bool(get("validate", False))
+            get("step"), get("sample_index"), get("rollout_n"), get("validate", False)
         )
         try:
             return self._inner.__enter__()

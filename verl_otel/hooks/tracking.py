@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import subprocess
 import threading
 import time
@@ -77,17 +78,18 @@ def install(module: ModuleType, patches: Patches) -> None:
 
 def _wrap_init(tracking: Any, patches: Patches) -> None:
     original = tracking.__init__
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def __init__(
-        self: Any, project_name: Any, experiment_name: Any, default_backend: Any = "console", config: Any = None
-    ) -> None:
-        original(self, project_name, experiment_name, default_backend, config)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
         try:
             t = telemetry.current()
             if t is not None:
-                arguments = (t, str(project_name), str(experiment_name), parameters(config))
-                threading.Thread(target=_announce, args=arguments, name="verl-otel-run-started", daemon=True).start()
+                given = signature.bind(self, *args, **kwargs).arguments
+                names = str(given["project_name"]), str(given["experiment_name"])
+                announcement = (t, *names, parameters(given.get("config")))
+                threading.Thread(target=_announce, args=announcement, name="verl-otel-run-started", daemon=True).start()
         except Exception:
             border.caught("Tracking.__init__")
 
@@ -114,14 +116,15 @@ def _wrap_finish(tracking: Any, patches: Patches) -> None:
     original = tracking.finish
 
     @functools.wraps(original)
-    def finish(self: Any, exit_code: int = 0) -> Any:
+    def finish(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             t = telemetry.peek()
             if t is not None and not getattr(self, "_finished", False):
+                exit_code = kwargs.get("exit_code", args[0] if args else 0)
                 t.run_finished(None, state="finished" if exit_code == 0 else "failed")
         except Exception:
             border.caught("Tracking.finish")
-        return original(self, exit_code)
+        return original(self, *args, **kwargs)
 
     patches.set(tracking, "finish", finish)
 

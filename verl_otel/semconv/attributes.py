@@ -41,7 +41,6 @@ VALIDATE = "verl.validate"
 SPAN_RUN = "verl.run"
 SPAN_STEP = "verl.step"
 SPAN_TRAJECTORY = "verl.trajectory"
-SPAN_COMPUTE_SCORE = "verl.compute_score"
 WORKER_SPAN_PREFIX = "verl.worker."
 
 # Metrics

@@ -119,7 +119,12 @@ def derived_name(key: str) -> str:
     unchanged = _PLAIN_KEY.match(key) and name == "verl." + key.replace("/", ".") and len(name) <= _MAX_NAME
     if unchanged and name not in _TAKEN:
         return name
-    return f"{name[:_MAX_NAME].rstrip('._')}_{hashlib.sha256(key.encode(errors='replace')).hexdigest()[:8]}"
+    return f"{name[:_MAX_NAME].rstrip('._')}_{key_digest(key)}"
+
+
+def key_digest(key: str) -> str:
+    """Eight hex digits that keep names apart which are made of different keys."""
+    return hashlib.sha256(key.encode(errors="replace")).hexdigest()[:8]
 
 
 def metric_of(key: str) -> Metric:

@@ -3,7 +3,6 @@
 Used where the training loop runs. `enter`/`leave` are called around each of verl's timers and never raise.
 """
 
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -74,7 +73,6 @@ class Steps:
             *names.STAGE_DURATION, explicit_bucket_boundaries_advisory=names.DURATION_BUCKETS
         )
         self._trainer: Any = lambda: None
-        self._lock = threading.Lock()
         self._step_span: tuple[int | None, SpanContext] | None = None
         self._named: set[tuple[int, str]] = set()
         self._labels: dict[str, dict[str, str]] = {}
@@ -86,8 +84,11 @@ class Steps:
     # ---- what hooks tell --------------------------------------------------------------------------------------------
 
     def follow(self, trainer: Any) -> None:
-        """Take step numbers from `trainer.global_steps` from now on (a weak reference is kept)."""
-        self._trainer = weakref.ref(trainer)
+        """Take step numbers from `trainer.global_steps` from now on (a weak reference is kept). Never raises."""
+        try:
+            self._trainer = weakref.ref(trainer)
+        except TypeError:
+            border.caught("following the trainer")
 
     def number(self) -> int | None:
         """The step that verl is in, None if it is not known."""

@@ -24,7 +24,7 @@ from opentelemetry.trace import (
 from verl_otel import border
 from verl_otel.identity import Identity
 from verl_otel.semconv import attributes as attr
-from verl_otel.semconv.stages import GENERATE_TIMER, ROLLOUT_TIMER, TRAJECTORY_TIMERS, VALIDATION_TIMER
+from verl_otel.semconv.stages import GENERATE_TIMER, ROLLOUT_TIMER, TRAJECTORY_TIMERS, VALIDATION_TIMER, Stage
 from verl_otel.tracing import ids
 from verl_otel.tracing.errors import fail
 
@@ -71,10 +71,10 @@ class Trajectories:
         self._run_context = run_context
         self._started: OrderedDict[tuple[Any, bool], int] = OrderedDict()
 
-    def enter(self, step: Any, sample: Any, rollout: Any, validate: bool) -> Trajectory | None:
+    def enter(self, step: Any, sample: Any, rollout: Any, validate: Any) -> Trajectory | None:
         """Open the span of a trajectory that step number `step` scheduled; None if it is not to be recorded."""
         try:
-            step = int(step) if step is not None else None
+            step, validate = int(step) if step is not None else None, bool(validate)
             if not self._admit((step, validate)):
                 self._dropped.add(1, {"signal": "traces", "reason": "trajectory_cap"})
                 return None
@@ -113,17 +113,10 @@ class Trajectories:
             if trajectory.spans > MAX_SPANS:
                 self._dropped.add(1, {"signal": "traces", "reason": "trajectory_span_cap"})
                 return None
-            attributes = {
-                attr.RANK: self._identity.worker_index,
-                attr.STAGE: stage.stage,
-                attr.MODEL_TYPE: stage.model_type,
-                attr.TIMER: timer,
-            }
+            extra = {attr.TIMER: timer}
             if timer == GENERATE_TIMER:
-                attributes["gen_ai.operation.name"] = "text_completion"
-            kind = SpanKind.INTERNAL if timer == "tool_calls" else SpanKind.CLIENT
-            span = self._tracer.start_span(stage.span, kind=kind, attributes=attributes)
-            return Part(span, otel_context.attach(trace.set_span_in_context(span)))
+                extra["gen_ai.operation.name"] = "text_completion"
+            return self._open_part(stage, SpanKind.INTERNAL if timer == "tool_calls" else SpanKind.CLIENT, extra)
         except Exception:
             border.caught(f"opening the span of {timer}")
             return None
@@ -133,14 +126,7 @@ class Trajectories:
         try:
             if not trace.get_current_span().get_span_context().is_valid:
                 return None
-            stage = TRAJECTORY_TIMERS["compute_score"]
-            attributes = {
-                attr.RANK: self._identity.worker_index,
-                attr.STAGE: stage.stage,
-                attr.MODEL_TYPE: stage.model_type,
-            }
-            span = self._tracer.start_span(attr.SPAN_COMPUTE_SCORE, kind=SpanKind.SERVER, attributes=attributes)
-            return Part(span, otel_context.attach(trace.set_span_in_context(span)))
+            return self._open_part(TRAJECTORY_TIMERS["compute_score"], SpanKind.SERVER, {})
         except Exception:
             border.caught("opening the span of a score")
             return None
@@ -156,6 +142,16 @@ class Trajectories:
             border.caught("closing the span of a trajectory")
         finally:
             otel_context.detach(opened.token)
+
+    def _open_part(self, stage: Stage, kind: SpanKind, extra: dict[str, str]) -> Part:
+        attributes = {
+            attr.RANK: self._identity.worker_index,
+            attr.STAGE: stage.stage,
+            attr.MODEL_TYPE: stage.model_type,
+            **extra,
+        }
+        span = self._tracer.start_span(stage.span, kind=kind, attributes=attributes)
+        return Part(span, otel_context.attach(trace.set_span_in_context(span)))
 
     def _admit(self, key: tuple[Any, bool]) -> bool:
         count = self._started[key] = self._started.pop(key, 0) + 1

@@ -4,7 +4,6 @@ One MLflow run for one `verl.run.id`, found again by its tag, so that a restarte
 it. Handling an event twice changes nothing: MLflow stores equal points (key, step, time, value) once.
 """
 
-import hashlib
 import logging
 import posixpath
 import re
@@ -18,6 +17,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from verl_otel.semconv import attributes as attr
+from verl_otel.semconv.metrics import key_digest
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,7 @@ def metric_name(key: str) -> str:
     name = re.sub(r"[^/\w.\- :]", "_", name)
     if len(name) <= MAX_KEY and name == posixpath.normpath(name) and not name.startswith(("/", "..")) and name != ".":
         return name
-    digest = hashlib.sha256(key.encode(errors="replace")).hexdigest()[:8]
-    return re.sub(r"[./]+", "_", name)[: MAX_KEY - 9].strip() + "_" + digest
+    return re.sub(r"[./]+", "_", name)[: MAX_KEY - 9].strip() + "_" + key_digest(key)
 
 
 class Runs:
@@ -233,6 +232,6 @@ def _metrics(event: RunEvent) -> list[Metric]:
             continue
         name = metric_name(key)
         if taken.setdefault(name, key) != key:  # two keys that MLflow would not tell apart
-            name = f"{name[: MAX_KEY - 9]}_{hashlib.sha256(key.encode(errors='replace')).hexdigest()[:8]}"
+            name = f"{name[: MAX_KEY - 9]}_{key_digest(key)}"
         points.append(Metric(name, float(value), time_ms, step))
     return points
