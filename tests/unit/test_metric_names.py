@@ -2,14 +2,15 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from opentelemetry.sdk.metrics import MeterProvider
 
-from verl_otel.semconv.metrics import derived_name, metric_of
-from verl_otel.semconv.stages import TRAJECTORY_TIMERS, is_duration, stage_of
+from verl_otel.semconv.metrics import derived_name, series_of
+from verl_otel.semconv.stages import TRAJECTORY_TIMERS, stage_of
 
 LEGAL_NAME = re.compile(r"^[a-zA-Z][-_./a-zA-Z0-9]{0,254}$")
 STAGES = {
@@ -27,6 +28,12 @@ timings = st.builds(
     str.__add__, st.sampled_from(["timing_s/", "timing_per_token_ms/", "timing_s/agent_loop/"]), any_text
 )
 keys = any_text | like_verl | timings
+
+
+def metric_of(key):
+    """The gauge of a key, and its attributes."""
+    (gauge,) = [series for series in series_of(key) if series.metric.instrument == "gauge"]
+    return SimpleNamespace(**{**vars(gauge.metric), "attributes": gauge.attributes, "description": gauge.metric.brief})
 
 
 def series(key):
@@ -51,8 +58,8 @@ def series_on_prometheus(key):
         ("perf/throughput", "verl.throughput", "{token}/s"),
         ("perf/total_num_tokens", "verl.step.tokens", "{token}"),
         ("perf/time_per_step", "verl.step.time", "s"),
-        ("actor/pg_loss", "verl.actor.pg_loss", ""),
-        ("response_length/clip_ratio", "verl.response_length.clip_ratio", ""),
+        ("actor/pg_loss", "verl.policy.loss", ""),
+        ("response_length/clip_ratio", "verl.response.clip_ratio", "1"),
     ],
 )
 def test_the_names_of_the_contract_are_exact(key, name, unit):
@@ -100,12 +107,12 @@ def test_actor_and_critic_share_a_metric_told_apart_by_model_type(what):
         ("actor/pg_loss", "update", "actor"),
         ("perf/mfu/actor", "update", "actor"),
         ("perf/mfu/critic", "update", "critic"),
-        ("perf/max_memory_allocated_gb", "step", "none"),
+        ("perf/max_memory_allocated_gb", "update", "actor"),
         ("val-core/gsm8k/acc/mean@1", "validation", "rollout"),
         ("response_length/mean", "rollout", "rollout"),
         ("training/rollout_probs_diff_mean", "rollout", "rollout"),
         ("train/loss", "update", "actor"),
-        ("val/loss", "validation", "rollout"),
+        ("val/loss", "validation", "actor"),
         ("my/own/metric", "other", "none"),
     ],
 )
@@ -146,7 +153,6 @@ def test_a_timing_per_token_is_one_metric_in_milliseconds_by_timer():
 )
 def test_a_count_among_the_timings_is_not_given_seconds(timer):
     metric = metric_of(f"timing_s/{timer}")
-    assert not is_duration(timer)
     assert metric.unit != "s"
     assert metric.name != "verl.timing"
 
@@ -156,10 +162,36 @@ def test_a_real_timing_keeps_seconds(timer):
     assert metric_of(f"timing_s/{timer}").unit == "s"
 
 
+@pytest.mark.parametrize(
+    ("key", "core", "source", "variable", "metric", "n", "statistic"),
+    [
+        ("val-core/gsm8k/acc/mean@16", "true", "gsm8k", "acc", "mean", "16", "none"),
+        ("val-aux/openai/gsm8k/reward/best@8/std", "false", "openai/gsm8k", "reward", "best", "8", "std"),
+        ("val-core/a/b/c/acc/maj@4/mean", "true", "a/b/c", "acc", "maj", "4", "mean"),
+    ],
+)
+def test_a_validation_key_is_taken_apart_from_the_right(key, core, source, variable, metric, n, statistic):
+    found = metric_of(key)
+    assert found.name == "verl.validation.score"
+    validation = {k[len("verl.validation.") :]: v for k, v in found.attributes.items() if k.startswith("verl.val")}
+    assert validation == {
+        "core": core,
+        "data_source": source,
+        "variable": variable,
+        "metric": metric,
+        "n": n,
+        "statistic": statistic,
+    }
+    assert found.attributes["verl.key"] == key
+
+
 def test_a_key_with_at_sign_gets_a_legal_name():
-    metric = metric_of("val-core/gsm8k/acc/mean@16")
-    assert re.fullmatch(r"verl\.val_core\.gsm8k\.acc\.mean_16_[0-9a-f]{8}", metric.name)
-    assert metric.attributes["verl.key"] == "val-core/gsm8k/acc/mean@16"
+    assert re.fullmatch(r"verl\.mine\.mean_16_[0-9a-f]{8}", metric_of("mine/mean@16").name)
+
+
+def test_a_name_of_the_registry_is_not_given_to_another_key_even_as_prometheus_shows_it():
+    for key in ("reward/mean", "reward_mean", "training/step", "user/reward/x"):
+        assert re.search(r"_[0-9a-f]{8}$", metric_of(key).name), key
 
 
 @pytest.mark.parametrize("other", ["a/B", "a_b", "a.b", "a//b", "a/b/", "a b", "A/b", "a@b", "a-b"])

@@ -13,6 +13,14 @@ class Stage:
     model_type: str = "none"
 
 
+STAGES = frozenset(
+    (
+        *("rollout", "reward", "log_prob", "values", "advantage", "update"),
+        *("weight_sync", "checkpoint", "validation", "step", "other"),
+    )
+)
+"""The values of the attribute `stage`."""
+
 STEP_TIMER = "step"
 GENERATE_TIMER = "generate_sequences"
 ROLLOUT_TIMER = "gen"
@@ -66,7 +74,6 @@ def stage_of(timer: str) -> Stage:
     return Stage("verl." + re.sub(r"[^a-z0-9_.]+", "_", timer.lower().replace("/", ".")).strip("._"), "other")
 
 
-def is_duration(timer: str) -> bool:
-    """Whether `timing_s/<timer>` is a number of seconds; verl puts counts and lengths under that prefix too."""
-    last = timer.rsplit("/", 1)[-1]
-    return "num_preempted" not in timer and last not in {"prompt_length", "response_length", "topk_ratio"}
+def in_step(timer: str) -> bool:
+    """Whether a timer is a stage that verl times inside its step, next to the others."""
+    return timer in _BY_TIMER and timer not in {STEP_TIMER, VALIDATION_TIMER, "rollouter/validate_time"}
