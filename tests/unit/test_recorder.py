@@ -11,9 +11,10 @@ from opentelemetry.exporter.otlp.proto.common._log_encoder import encode_logs
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor, InMemoryLogRecordExporter
 
-from verl_otel import border
+from verl_otel import background, border
 from verl_otel.metrics import recorder as recorder_module
-from verl_otel.metrics.recorder import Gauges, Logged
+from verl_otel.metrics.recorder import Logged
+from verl_otel.semconv.registry import load
 
 TIME_NS = 1_800_000_000_123_456_789
 
@@ -42,14 +43,19 @@ def held():
 
 
 @pytest.fixture
-def recorder(memory):
-    return memory.process(attempt=2).recorder
+def process(memory):
+    return memory.process(attempt=2)
+
+
+@pytest.fixture
+def recorder(process):
+    return process.recorder
 
 
 def record(recorder, *calls):
     for call in calls:
         recorder.submit(call)
-    assert recorder.drained(30)
+    assert recorder._background.drained(30)
 
 
 def test_the_event_has_every_value_as_it_was_logged(recorder, memory):
@@ -89,7 +95,7 @@ def test_a_gauge_has_the_exact_value_and_the_three_attributes(recorder, memory):
         "model_type": "reward",
         "verl.key": "critic/score/mean",
     }
-    assert memory.values("verl.actor.pg_loss") == {(): 3}
+    assert memory.values("verl.policy.loss") == {(): 3}
 
 
 def test_series_of_one_metric_are_kept_apart(recorder, memory):
@@ -119,11 +125,11 @@ def test_what_is_not_a_number_is_counted_by_kind_and_left_out(recorder, memory):
     record(recorder, logged(data), logged({"note": "text"}))
     (event, _) = memory.events
     assert dict(event.body) == {"good": 1.0}
-    assert memory.values("verl.metric.skipped", "verl.key", "kind") == {
-        ("note", "str"): 2,
-        ("again", "str"): 1,
+    assert memory.values("verl.metric.skipped", "verl.key", "verl.value.kind") == {
+        ("note", "text"): 2,
+        ("again", "text"): 1,
         ("nothing", "none"): 1,
-        ("list", "list"): 1,
+        ("list", "array"): 1,
     }
     assert memory.points("verl.note") == []
     for point in memory.points("verl.metric.skipped"):
@@ -141,32 +147,35 @@ def test_a_value_that_is_not_finite_is_counted_and_hides_the_last_good_one(recor
         "rank": "all",
         "stage": "update",
         "model_type": "actor",
+        "metric": "verl.grad_norm",
         "verl.key": "actor/grad_norm",
     }
-    in_event = memory.events[1].body["actor/grad_norm"]  # the event is the lossless history
+    steps = [event for event in memory.events if event.event_name == "verl.step"]
+    in_event = steps[1].body["actor/grad_norm"]  # the event is the lossless history
     assert math.isnan(in_event) if math.isnan(bad) else in_event == bad
     record(recorder, logged({"actor/grad_norm": 4.5}))
     assert memory.values("verl.grad_norm", "model_type") == {("actor",): 4.5, ("critic",): 3.5}
 
 
 def test_a_full_queue_drops_and_counts_and_does_not_block(memory, held, monkeypatch):
-    monkeypatch.setattr(recorder_module, "MAX_PENDING", 6)
-    recorder = memory.process().recorder
+    monkeypatch.setattr(background, "MAX_PENDING", 6)
+    process = memory.process()
+    recorder = process.recorder
     recorder.submit(logged({"a": held}, 0))
     assert held.reached.wait(30)
     started = time.monotonic()
     for step in range(1, 21):
         recorder.submit(logged({"a": float(step)}, step))
     assert time.monotonic() - started < 10
-    assert not recorder.drained(0.02)
+    assert not process.background.drained(0.02)
     held.released.set()
-    assert recorder.drained(30)
+    assert process.background.drained(30)
     steps = [event.body["a"] for event in memory.events]
     assert steps == list(range(len(steps)))  # the first ones, in order
     assert 2 <= len(steps) <= 7
     (dropped,) = memory.points("verl.otel.dropped")
     assert dropped.value >= 21 - len(steps)
-    assert dict(dropped.attributes) == {"signal": "metrics", "reason": "recorder_queue_full"}
+    assert dict(dropped.attributes) == {"verl.otel.signal": "metrics", "verl.otel.reason": "queue_full"}
 
 
 def test_the_event_has_the_values_of_the_time_of_the_call(recorder, memory, held):
@@ -176,7 +185,7 @@ def test_the_event_has_the_values_of_the_time_of_the_call(recorder, memory, held
     metrics.clear()
     metrics["a"] = 99.0
     held.released.set()
-    assert recorder.drained(30)
+    memory.settle()
     assert [dict(event.body) for event in memory.events] == [{"first": 0.0}, {"a": 1.0}]
 
 
@@ -224,13 +233,13 @@ def test_what_is_logged_leaves_the_process_when_it_is_logged(memory):
     processor.shutdown()
 
 
-def test_work_that_fails_in_the_background_is_counted_and_the_rest_is_done(recorder, memory):
+def test_work_that_fails_in_the_background_is_counted_and_the_rest_is_done(process, recorder, memory):
     def fail():
         raise RuntimeError("no")
 
     done = []
-    recorder.defer(fail)
-    recorder.defer(done.append, 1)
+    process.background.defer(fail)
+    process.background.defer(done.append, 1)
     record(recorder, logged({"a": 1.0}))
     assert done == [1]
     assert len(memory.events) == 1
@@ -243,12 +252,14 @@ def test_too_many_keys_are_only_in_the_events_and_counted(recorder, memory, monk
     record(recorder, logged(data))
     assert dict(memory.events[0].body) == data
     assert [len(memory.points(f"verl.k{i}")) for i in range(5)] == [1, 1, 1, 0, 0]
-    assert memory.values("verl.otel.dropped", "signal", "reason") == {("metrics", "too_many_keys"): 2}
+    assert memory.values("verl.otel.dropped", "verl.otel.signal", "verl.otel.reason") == {
+        ("metrics", "too_many_keys"): 2
+    }
 
 
-def test_withdrawing_a_series_that_was_never_set_is_harmless(memory):
-    gauges = Gauges(memory.meter)
-    gauges.withdraw("verl.x", {"a": "1"})
-    gauges.set("verl.x", "", "", {"a": "1"}, 1.0)
-    gauges.withdraw("verl.x", {"a": "2"})
-    assert memory.values("verl.x", "a") == {("1",): 1.0}
+def test_withdrawing_a_series_that_was_never_set_is_harmless(process, memory):
+    metric = load().metrics["verl.loss"]
+    process.instruments.withdraw(metric, {"a": "1"})
+    process.instruments.set(metric, {"a": "1"}, 1.0)
+    process.instruments.withdraw(metric, {"a": "2"})
+    assert memory.values("verl.loss", "a") == {("1",): 1.0}

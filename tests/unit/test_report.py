@@ -6,7 +6,6 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from opentelemetry.context import Context
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import SimpleLogRecordProcessor
 from opentelemetry.sdk.metrics import MeterProvider
@@ -18,7 +17,6 @@ from verl_otel.cli import main
 from verl_otel.config import Settings
 from verl_otel.export.files import FileLogExporter, FileSpanExporter
 from verl_otel.identity import Identity
-from verl_otel.metrics.recorder import Logged
 from verl_otel.recording import reader
 from verl_otel.report import page
 from verl_otel.tracing.ids import DerivedIdGenerator
@@ -64,8 +62,8 @@ class Run:
             t.workers.leave(call, error)
             t.steps.leave(stage, error)
         t.steps.leave(step, error)
-        t.recorder.submit(Logged(metrics, self.trainer.global_steps, 1_800_000_000_000_000_000, Context()))
-        assert t.recorder.drained(30)
+        t.log(metrics, self.trainer.global_steps)
+        assert t.background.drained(30)
 
     def finished(self, error=None):
         self.telemetry.run_finished(error)
@@ -309,3 +307,22 @@ def test_the_command_says_its_version(capsys):
 def test_a_bridge_without_a_server_to_write_to_is_refused(capsys):
     assert main(["mlflow-bridge", "--mlflow", "sqlite:///x.db"]) == 2
     assert "needs an MLflow server" in capsys.readouterr().out
+
+
+def test_what_was_not_finite_is_on_the_page_with_its_steps(root):
+    run = Run()
+    run.started()
+    for value in (1.0, math.nan, math.inf, 2.0):
+        run.step({"actor/grad_norm": value})
+    run.finished()
+    found = Page(page.render(reader.load(root / "run-1")))
+    assert "actor/grad_norm, reduced over the ranks: step 2, 3" in found.texts
+
+
+def test_what_is_recorded_and_spooled_is_there_once(recorded):
+    once = reader.load(recorded)
+    (recorded / "spool").mkdir()
+    for path in recorded.glob("*.jsonl"):
+        (recorded / "spool" / path.name).write_bytes(path.read_bytes())
+    twice = reader.load(recorded)
+    assert (len(twice.spans), len(twice.events)) == (len(once.spans), len(once.events))

@@ -200,12 +200,16 @@ def test_text_and_collections_are_never_numbers(value):
     ("value", "kind"),
     [
         (None, "none"),
-        ("a", "str"),
-        ([1], "list"),
-        ({}, "dict"),
-        (numpy.zeros(2), "ndarray"),
-        (torch.zeros(2), "Tensor"),
+        ("a", "text"),
+        ([1], "array"),
+        ({}, "mapping"),
+        (numpy.zeros(2), "array"),
+        (torch.zeros(2), "array"),
+        (type("Table", (), {})(), "table"),
+        (type("DataFrame", (), {})(), "table"),
+        (type("Image", (), {})(), "media"),
+        (object(), "other"),
     ],
 )
-def test_what_is_not_a_number_is_counted_under_its_type(value, kind):
+def test_what_is_not_a_number_is_counted_by_its_kind(value, kind):
     assert kind_of(value) == kind

@@ -23,5 +23,17 @@ def to_number(value: Any) -> float | int | None:
 
 
 def kind_of(value: Any) -> str:
-    """A short name for the type of a value that is not a number, for counting: `none`, `str`, `list`, ..."""
-    return "none" if value is None else type(value).__name__
+    """What a value is that is not a number, for counting: `none`, `text`, `array`, `mapping`, `table`, `media`,
+    `other`."""
+    if value is None:
+        return "none"
+    if isinstance(value, str | bytes):
+        return "text"
+    name = type(value).__name__.lower()
+    if "table" in name or "frame" in name:
+        return "table"
+    if any(word in name for word in ("image", "video", "audio", "figure", "html")):
+        return "media"
+    if isinstance(value, dict):
+        return "mapping"
+    return "array" if hasattr(value, "__len__") else "other"

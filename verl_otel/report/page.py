@@ -60,6 +60,7 @@ def render(recording: Recording) -> str:
         overview=_overview(recording),
         parameters=_parameters(recording),
         errors=_errors(recording),
+        non_finite=_non_finite(recording),
         version=__version__,
         data=data,
         plotlyjs=get_plotlyjs(),
@@ -114,6 +115,21 @@ def _errors(recording: Recording) -> list[str]:
         if span.error
     )
     return [f"{text}" + (f"  x {count}" if count > 1 else "") for text, count in counts.most_common(50)]
+
+
+def _non_finite(recording: Recording) -> list[str]:
+    """What was NaN or infinite: the metric, where, and in which steps."""
+    found: defaultdict[str, list[Any]] = defaultdict(list)
+    for event in recording.events_named(attr.EVENT_NON_FINITE):
+        get = event.attributes.get
+        rank = get(attr.RANK)
+        whose = "reduced over the ranks" if rank == attr.ALL_RANKS else f"rank {rank}"
+        found[f"{get(attr.VERL_KEY) or get(attr.METRIC)}, {whose}"].append(get(attr.STEP_NUMBER, "?"))
+    shown = []
+    for what, steps in found.items():
+        more = f" and {len(steps) - 20} more" if len(steps) > 20 else ""
+        shown.append(f"{what}: step {', '.join(map(str, steps[:20]))}{more}")
+    return shown[:50]
 
 
 def _page_data(recording: Recording) -> dict[str, Any]:
