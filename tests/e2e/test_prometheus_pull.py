@@ -1,0 +1,143 @@
+"""A real run whose processes are scraped by a real Prometheus, with no Collector (`export/prometheus.py`)."""
+
+import json
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import Counter
+
+import bed
+import pytest
+from binaries import ROOT, binary
+from stack import free_ports
+
+pytestmark = [pytest.mark.run, pytest.mark.stack]
+
+CONFIGURATION = ROOT / "deploy" / "prometheus" / "scrape-processes.yaml"
+PROCESSES = {
+    ("launcher", ""): 1,
+    ("trainer", "TaskRunnerV1"): 1,
+    ("worker", "WorkerDict"): 2,
+    ("rollout_server", "HFCpuServer"): 2,
+    ("agent_loop", "AgentLoopWorkerTQ"): 1,
+    ("reward_worker", "RewardLoopWorker"): 1,
+    ("other", "GlobalRequestLoadBalancer"): 1,
+}
+
+
+class Prometheus:
+    def __init__(self, folder, files):
+        config = folder / "prometheus.yaml"
+        text = CONFIGURATION.read_text()
+        for of_the_example, here in (("/srv/verl-otel/prometheus", str(files)), (": 5s", ": 1s"), (": 10s", ": 1s")):
+            assert text.count(of_the_example) == 1, of_the_example
+            text = text.replace(of_the_example, here)
+        config.write_text(text)
+        self.url = f"http://127.0.0.1:{free_ports(['web'])['web']}"
+        with (folder / "prometheus.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    str(binary("prometheus")),
+                    f"--config.file={config}",
+                    f"--storage.tsdb.path={folder / 'data'}",
+                    f"--web.listen-address={self.url.removeprefix('http://')}",
+                ],
+                stdout=log,
+                stderr=log,
+            )
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.url}/-/ready", timeout=2).close()
+                return
+            except (OSError, urllib.error.URLError):
+                assert time.monotonic() < deadline, (folder / "prometheus.log").read_text()
+                time.sleep(0.1)
+
+    def seen(self, selector):
+        """The last sample of each series of the run, those of dead processes too: (labels, value)."""
+        query = urllib.parse.urlencode({"query": f"last_over_time({selector}[15m])"})
+        with urllib.request.urlopen(f"{self.url}/api/v1/query?{query}", timeout=30) as response:
+            return [(found["metric"], float(found["value"][1])) for found in json.load(response)["data"]["result"]]
+
+    def own(self, name):
+        """The sum of one of its own metrics."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+            lines = response.read().decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+
+
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory, fork_server):
+    """Prometheus after the run, and the run."""
+    folder = tmp_path_factory.mktemp("pull")
+    prometheus = Prometheus(folder, folder / "telemetry" / "prometheus")
+    run = bed.run(
+        folder / "run",
+        ["grpo", *bed.FAST_SAMPLER, "trainer.project_name=alpha", "trainer.experiment_name=pull"],
+        steps=3,
+        fork_server=fork_server,
+        environment={
+            "OTEL_METRICS_EXPORTER": "prometheus",
+            "OTEL_TRACES_EXPORTER": "none",
+            "OTEL_LOGS_EXPORTER": "none",
+            "VERL_OTEL_FOLDER": str(folder / "telemetry"),
+            "VERL_OTEL_RUN_ID": "pull-run",
+        },
+    )
+    assert run.returncode == 0, run.output[-4000:]
+    yield prometheus, run
+    prometheus.process.terminate()
+    prometheus.process.wait(30)
+
+
+def test_every_process_is_found_and_told_apart(scraped):
+    prometheus, _ = scraped
+    up = [labels for labels, _ in prometheus.seen("up")]
+    found = Counter((labels["verl_process_role"], labels.get("verl_worker_group", "")) for labels in up)
+    assert found == PROCESSES
+    assert (
+        len({labels["instance"] for labels in up}) == len({labels["service_instance_id"] for labels in up}) == len(up)
+    )
+    assert {labels["instance"].split(":")[0] for labels in up} == {"127.0.0.1"}
+    for labels in up:
+        assert (labels["job"], labels["verl_run_id"], labels["verl_run_attempt"]) == ("verl-otel", "pull-run", "1")
+        if labels["verl_process_role"] != "launcher":
+            assert (labels["verl_project_name"], labels["verl_experiment_name"]) == ("alpha", "pull")
+
+
+def test_the_trainer_s_step_is_there_once(scraped):
+    prometheus, _ = scraped
+    ((labels, value),) = prometheus.seen("verl_training_step")
+    assert labels["verl_run_id"] == "pull-run" and labels["verl_process_role"] == "trainer"
+    assert (labels["rank"], labels["stage"], labels["model_type"]) == ("all", "step", "none")
+    assert value in (1, 2, 3)
+
+
+def test_both_ranks_durations_are_there_once(scraped):
+    prometheus, _ = scraped
+    series = [labels for labels, _ in prometheus.seen("verl_worker_duration_seconds_count")]
+    assert {labels["verl_run_id"] for labels in series} == {"pull-run"}
+    calls = Counter((labels["verl_worker_method"], labels["stage"], labels["rank"]) for labels in series)
+    assert {("update_actor", "update", "0"), ("update_actor", "update", "1")} <= calls.keys()
+    assert set(calls.values()) == {1}, calls
+
+
+def test_prometheus_met_no_duplicate_and_every_process(scraped):
+    prometheus, _ = scraped
+    assert prometheus.own("prometheus_target_scrapes_sample_duplicate_timestamp_total") == 0
+    assert prometheus.own("prometheus_target_scrapes_sample_out_of_order_total") == 0
+    assert len(prometheus.seen("up")) == sum(PROCESSES.values())
+
+
+def test_no_target_is_left_when_the_run_is_over(scraped):
+    """Ray kills its workers: the launcher tidies up after them, or `up == 0` would alert after every run."""
+    _, run = scraped
+    assert list((run.folder.parent / "telemetry" / "prometheus").iterdir()) == []
+
+
+def test_the_run_warned_of_nothing(scraped):
+    _, run = scraped
+    assert [line for line in run.output.splitlines() if "verl-otel:" in line] == []
