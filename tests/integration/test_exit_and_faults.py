@@ -1,14 +1,19 @@
 """Telemetry that cannot work leaves the process as it would be without it, and its end is bounded."""
 
 import json
-import socket
 import subprocess
 import sys
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import bed
 import pytest
+from otlp_server import FAULTS as FAULTS_OF_ENDPOINTS
+from otlp_server import Server
+
+from verl_otel.recording import replay
 
 HERE = Path(__file__).parent
 FREE_PORT = "http://127.0.0.1:1"  # nothing listens there
@@ -43,7 +48,6 @@ def untouched(tmp_path_factory):
 
 
 FAULTS = {
-    "a collector that is not there": ({"OTEL_EXPORTER_OTLP_ENDPOINT": FREE_PORT}, 1),
     "an endpoint that is no URL": ({"OTEL_EXPORTER_OTLP_ENDPOINT": "not a url"}, 1),
     "an exporter that is not installed": ({"OTEL_TRACES_EXPORTER": "zipkin"}, 1),
     "a protocol whose package is not installed": (
@@ -62,14 +66,23 @@ FAULTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """fault -> the folder and the result of a training with it; two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        folders = {fault: tmp_path_factory.mktemp("fault") for fault in FAULTS}
+        running = {fault: pool.submit(train, folders[fault], **FAULTS[fault][0]) for fault in FAULTS}
+        return {fault: (folders[fault], future.result()) for fault, future in running.items()}
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_training_is_as_without_us_with(fault, tmp_path, untouched):
-    environment, warnings = FAULTS[fault]
-    result = train(tmp_path, **environment)
+def test_the_training_is_as_without_us_with(fault, trained, untouched):
+    warnings = FAULTS[fault][1]
+    folder, result = trained[fault]
     assert result.returncode == 0, result.stderr
-    assert logged(tmp_path) == untouched
+    assert logged(folder) == untouched
     assert len(warnings_of(result)) == warnings, result.stderr
-    assert not (tmp_path / "verl-otel").exists() or "numbers" in fault or "exporter that" in fault or "sampler" in fault
+    assert not (folder / "verl-otel").exists() or "numbers" in fault or "exporter that" in fault or "sampler" in fault
 
 
 def test_a_failing_training_still_fails_the_same_way(tmp_path):
@@ -78,21 +91,104 @@ def test_a_failing_training_still_fails_the_same_way(tmp_path):
     assert "RuntimeError: the training failed" in result.stderr
 
 
+def moment(result, name):
+    (found,) = (float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith(f"{name} "))
+    return found
+
+
 def exit_delay(result):
-    (end,) = (float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("end "))
-    return result.ended - end
-
-
-def test_a_dead_collector_does_not_delay_the_exit(tmp_path):
-    assert exit_delay(train(tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT=FREE_PORT)) < EXIT_TIMEOUT + MARGIN
-
-
-def test_a_collector_that_never_answers_does_not_delay_the_exit(tmp_path):
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
-        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        assert exit_delay(train(tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT=endpoint)) < EXIT_TIMEOUT + MARGIN
+    return result.ended - moment(result, "end")
 
 
 def test_the_exit_delay_can_be_set(tmp_path):
     result = train(tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT=FREE_PORT, VERL_OTEL_EXIT_TIMEOUT="0.2")
     assert exit_delay(result) < 0.2 + MARGIN
+
+
+# ---- what an endpoint can do wrong: from the start, or after it has taken one request; and how the training ends
+
+MATRIX = {
+    "nothing": ("", False, ""),
+    **{fault: (fault, False, "") for fault in FAULTS_OF_ENDPOINTS},
+    **{f"{fault}, later": (fault, True, "") for fault in ("hangs", "resets", "503")},
+    **{f"hangs, then {end}": ("hangs", False, end) for end in ("fail", "exit", "interrupt", "terminate")},
+}
+LAUNCHER_SHARE = 0.3
+"""What this small trainer, which looks like a launcher, may take of the time for the end of a run."""
+
+STATUS = {"": 0, "fail": 1, "exit": 4, "interrupt": 1, "terminate": 3}
+"""As without telemetry: with verl in it, an interrupted process ends with 1."""
+
+
+class Case:
+    """A training against an endpoint; what was taken then, and after a replay to a healthy one."""
+
+    def __init__(self, folder, fault, later, end):
+        with Server() as server, Server() as healthy:
+            server.later = later
+            self.result = train(
+                folder,
+                "counts",
+                *end.split(),
+                OTEL_EXPORTER_OTLP_ENDPOINT=server.url_of(fault),
+                VERL_OTEL_EXIT_TIMEOUT=f"{EXIT_TIMEOUT / LAUNCHER_SHARE}",
+            )
+            self.logged = logged(folder)
+            self.taken = of_server(server)
+            spools = list((folder / "verl-otel").rglob("spool"))
+            self.replayed = replay.replay(spools[0], healthy.url) if spools else None
+            self.taken_later = of_server(healthy)
+            self.names = [sorted(server.names()), sorted(healthy.names())]
+        (line,) = (line for line in self.result.stdout.splitlines() if line.startswith("counts "))
+        found = json.loads(line.partition(" ")[2])
+        self.delay = moment(self.result, "left") - moment(self.result, "end")
+        self.pending = found["pending"]
+        self.counts = {of: Counter() for of in self.pending}
+        for of, outcome, _, items in found["counts"]:
+            self.counts[of][outcome] += items
+
+    def handed_over(self, signal):
+        became = self.counts[signal]
+        return became["delivered"] + became["spooled"] - became["replayed"] + became["dropped"] + self.pending[signal]
+
+
+def of_server(server):
+    return {signal: server.items(signal) for signal in ("traces", "metrics", "logs")}
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory):
+    with ThreadPoolExecutor(2) as pool:
+        running = {name: pool.submit(Case, tmp_path_factory.mktemp("case"), *case) for name, case in MATRIX.items()}
+        return {name: future.result() for name, future in running.items()}
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_with_an_endpoint_that(name, matrix, untouched):
+    fault, later, end = MATRIX[name]
+    case, well = matrix[name], matrix["nothing"]
+    assert case.result.returncode == STATUS[end], case.result.stderr
+    assert case.logged == untouched
+    assert case.delay < EXIT_TIMEOUT
+    assert "the user's handler" in case.result.stdout or end != "terminate"
+    for signal in ("traces", "metrics", "logs"):
+        became = case.counts[signal]
+        assert case.pending[signal] == 0
+        if signal != "metrics":  # how often those are exported depends on how long it takes
+            assert case.handed_over(signal) == well.handed_over(signal) > 0
+        if fault != "is slow":  # what it has taken, it has said
+            assert became["delivered"] == case.taken[signal]
+        assert became["spooled"] - became["replayed"] == case.taken_later[signal]
+        assert became["dropped"] == (case.handed_over(signal) if fault == "400" else 0)
+        assert later or fault == "" or became["delivered"] == 0
+    if fault == "400":
+        assert len(warnings_of(case.result)) == 4  # one for each signal, and at the end how much
+        return
+    assert sorted(case.names[0] + case.names[1]) == well.names[0] or fault == "is slow"
+    assert set(case.names[0] + case.names[1]) == set(well.names[0])
+    if fault == "":
+        assert case.replayed is None and warnings_of(case.result) == []
+    else:
+        last = warnings_of(case.result)[-1]
+        assert f"{case.replayed.items} are kept in" in last and "0 are lost" in last
+        assert len(warnings_of(case.result)) == (1 if fault in {"hangs", "is slow"} else 2)

@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.trace import Link, Status, StatusCode
 
 from verl_otel import border, events
-from verl_otel.export import files
+from verl_otel.export import files, otlp_json
 from verl_otel.export.files import FileLogExporter, FileMetricExporter, FileSpanExporter
 from verl_otel.recording import reader
 
@@ -341,6 +341,6 @@ values = st.recursive(
 @given(st.dictionaries(names, values, max_size=5))
 def test_any_event_is_read_back_as_it_was(memory, body):
     events.emit(memory.logger, "verl.step", body, {})
-    request = json.loads(files.to_json_line(encode_logs(memory.logs[-1:])))
+    request = json.loads(otlp_json.to_line(encode_logs(memory.logs[-1:])))
     (event,) = reader._events(request)
     assert same(event.body, body)

@@ -5,13 +5,11 @@ is one OTLP export request in the JSON encoding (the OTLP File Exporter format, 
 receiver reads). Called on exporting threads only; a write that fails costs that batch and one warning, nothing else.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from opentelemetry.exporter.otlp.proto.common._log_encoder import encode_logs
 from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
@@ -24,12 +22,11 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from verl_otel import border, config
+from verl_otel.export import otlp_json
 from verl_otel.semconv import attributes as attr
 
 MAX_BYTES = 1 << 30
 """A file that has reached this size takes no more."""
-
-_ID_FIELDS = frozenset({"traceId", "spanId", "parentSpanId"})
 
 
 def run_folder(root: str, run_id: str) -> str:
@@ -37,26 +34,9 @@ def run_folder(root: str, run_id: str) -> str:
     return os.path.join(root, re.sub(r"[^\w.-]|^\.+", "_", run_id) or "_")
 
 
-def _hex_ids(node: Any) -> None:
-    """OTLP/JSON has ids in hex; protobuf's own JSON has bytes in base64."""
-    import base64
-
-    if isinstance(node, dict):
-        for key, value in node.items():
-            if key in _ID_FIELDS and isinstance(value, str):
-                node[key] = base64.b64decode(value).hex()
-            else:
-                _hex_ids(value)
-    elif isinstance(node, list):
-        for value in node:
-            _hex_ids(value)
-
-
-def to_json_line(request: Message) -> bytes:
-    """An OTLP export request as one line of OTLP/JSON."""
-    content = MessageToDict(request, use_integers_for_enums=True)
-    _hex_ids(content)
-    return json.dumps(content, separators=(",", ":")).encode() + b"\n"
+def process_name(attributes: Any) -> str:
+    """What the files of the process with these resource attributes begin with, before its pid."""
+    return f"{attributes.get(attr.PROCESS_ROLE, 'other')}-{os.uname().nodename}"
 
 
 class _Lines:
@@ -74,7 +54,7 @@ class _Lines:
             if start >= MAX_BYTES:
                 border.warn_once("file size", "%s has reached %d bytes and takes no more", file.name, MAX_BYTES)
                 return False
-            line = to_json_line(request)
+            line = otlp_json.to_line(request)
             if file.write(line) == len(line):
                 return True
             file.truncate(start)  # what was written of it would spoil the next line
@@ -93,7 +73,7 @@ class _Lines:
         root = config.Settings.from_environ().folder
         folder = run_folder(root, str(attributes.get(attr.RUN_ID, "no-run")))
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        name = f"{attributes.get(attr.PROCESS_ROLE, 'other')}-{os.uname().nodename}-{os.getpid()}.{self._signal}.jsonl"
+        name = f"{process_name(attributes)}-{os.getpid()}.{self._signal}.jsonl"
         descriptor = os.open(os.path.join(folder, name), os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         self._file = os.fdopen(descriptor, "ab", buffering=0)
         size = os.fstat(descriptor).st_size

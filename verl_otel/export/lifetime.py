@@ -32,6 +32,32 @@ class Budget:
                 self._left -= time.monotonic() - start
 
 
+class Last:
+    """A thread for the end of the process, started before: at its end Python starts none any more (3.12).
+
+    Args:
+        work: may take longer than agreed, and is then left behind.
+    """
+
+    def __init__(self, name: str, work: Callable[[], Any]) -> None:
+        self._work = work
+        self._wanted, self._done = threading.Event(), threading.Event()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def run(self, timeout: float) -> bool:
+        """Do the work, the first time; wait for it `timeout` seconds at most. Returns whether it is done."""
+        self._wanted.set()
+        return self._done.wait(timeout)
+
+    def _run(self) -> None:
+        self._wanted.wait()
+        try:
+            self._work()
+        except Exception:
+            border.caught("the end of the process")
+        self._done.set()
+
+
 class Flusher:
     """One background thread that flushes the providers of this process on request.
 

@@ -19,7 +19,13 @@ from opentelemetry.sdk import _logs as sdk_logs
 from opentelemetry.sdk import metrics as sdk_metrics
 from opentelemetry.sdk import trace as sdk_trace
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
-from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+from opentelemetry.sdk.metrics.export import (
+    MetricExporter,
+    MetricExportResult,
+    MetricReader,
+    MetricsData,
+    PeriodicExportingMetricReader,
+)
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import ProxyTracerProvider, TracerProvider
@@ -30,6 +36,8 @@ from verl_otel.tracing.ids import DerivedIdGenerator
 
 FILE_EXPORTER = "verl_otel_file"
 OTLP_HTTP, OTLP_GRPC = "otlp_proto_http", "otlp_proto_grpc"
+PROMETHEUS = "prometheus"
+"""Served by our own reader: the stock one of this name has one port for all processes of a node."""
 
 SPAN_DELAY_MS = 500
 EVENT_DELAY_MS = 500
@@ -37,8 +45,16 @@ METRIC_INTERVAL_MS = 10_000
 """Defaults for `OTEL_BSP_SCHEDULE_DELAY`, `OTEL_BLRP_SCHEDULE_DELAY`, `OTEL_METRIC_EXPORT_INTERVAL`. Short, since Ray
 ends workers without running exit handlers; a step's values leave at once besides (`verl_otel.export.lifetime`)."""
 
+MAX_ATTRIBUTE_LENGTH = 4096
+"""Characters of an attribute value of a span, where neither of these variables says it."""
+
+_LENGTH_LIMITS = ("OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT", "OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT")
 
 _made: list[Any] = []
+
+Extend = Callable[[MetricsData], MetricsData]
+_extend: Extend = lambda data: data  # noqa: E731
+"""Adds, at each export, what the SDK's instruments cannot take (`verl_otel.metrics.distributions`)."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +64,11 @@ class Providers:
     tracer: TracerProvider
     meter: MeterProvider
     logger: LoggerProvider
+
+    @property
+    def meter_is_ours(self) -> bool:
+        """Whether the meter provider was made here, so that its exports are extended."""
+        return self.meter in _made
 
     def shut_down_ours(self) -> None:
         """Shut down those that were made here; called at the end of the process, since they stay the global ones."""
@@ -64,8 +85,17 @@ def make(
     tracer_provider: TracerProvider | None = None,
     meter_provider: MeterProvider | None = None,
     logger_provider: LoggerProvider | None = None,
+    *,
+    extend_metrics: Extend | None = None,
 ) -> Providers:
-    """The providers to use: the given ones, else the global ones if somebody set them, else new ones, set globally."""
+    """The providers to use: the given ones, else the global ones if somebody set them, else new ones, set globally.
+
+    Args:
+        extend_metrics: called with what the SDK has collected, before each export of a meter provider made here.
+    """
+    global _extend
+    if extend_metrics is not None:
+        _extend = extend_metrics
 
     def choose(given: Any, current: Any, build: Callable[[Resource], Any], publish: Callable[[Any], None]) -> Any:
         if given is not None:
@@ -96,6 +126,8 @@ def exporter_names(signal: str) -> list[str]:
     """The exporters of a signal (`traces`, `metrics` or `logs`): `OTEL_<SIGNAL>_EXPORTER`, else OTLP if an endpoint is
     configured, else local files. Empty if the user wants none."""
     names = [name.strip() for name in os.environ.get(f"OTEL_{signal.upper()}_EXPORTER", "").split(",") if name.strip()]
+    if config.mode() == config.OFFLINE:
+        return [] if "none" in names else [FILE_EXPORTER]
     if not names:
         specific = f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT"
         configured = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get(specific)
@@ -109,7 +141,7 @@ def exporter_names(signal: str) -> list[str]:
     return [otlp if name == "otlp" else name for name in names]
 
 
-def _exporters(signal: str) -> list[Any]:
+def _exporters(signal: str, resource: Resource) -> list[Any]:
     """New exporters of a signal. One that cannot be made is reported, with what to do, and left out."""
     made = []
     for name in exporter_names(signal):
@@ -126,26 +158,78 @@ def _exporters(signal: str) -> list[Any]:
             )
             continue
         try:
-            made.append(found[0].load()())
+            made.append(_make(name, found[0], signal, resource))
         except Exception as error:
             border.warn_once(
-                f"exporter {name} for {signal}",
-                "the exporter %r for %s cannot be made (%s: %s): check the OTEL_EXPORTER_* variables",
+                f"exporter {name} ({type(error).__name__})",
+                "the exporter %r cannot be made (%s: %s): check the OTEL_EXPORTER_* variables",
                 name,
-                signal,
                 type(error).__name__,
-                error,
+                reporting.without_secrets(str(error)),
             )
     return made
+
+
+def _make(name: str, found: Any, signal: str, resource: Resource) -> Any:
+    if name == PROMETHEUS:
+        return _prometheus_reader(resource)
+    if name == OTLP_HTTP:
+        from verl_otel.export import otlp
+
+        exporters = {
+            "traces": otlp.OtlpSpanExporter,
+            "metrics": otlp.OtlpMetricExporter,
+            "logs": otlp.OtlpLogExporter,
+        }
+        return exporters[signal](otlp.outbox(resource, signal))
+    return found.load()()
+
+
+def _prometheus_reader(resource: Resource) -> MetricReader:
+    from verl_otel.export.prometheus import PrometheusReader  # needs packages that may not be installed
+
+    return PrometheusReader(resource, lambda data: _extend(data))
+
+
+class _Extended(MetricExporter):
+    """An exporter that is given what the SDK has collected and what is added to it.
+
+    Of a forked child it exports nothing: the SDK's reader goes on there with the sums and gauges of its parent, as if
+    they were another process's, so that each would be there twice.
+    """
+
+    def __init__(self, exporter: MetricExporter) -> None:
+        super().__init__(exporter._preferred_temporality, exporter._preferred_aggregation)
+        self._exporter = exporter
+        self._pid = os.getpid()
+
+    def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any) -> MetricExportResult:
+        if os.getpid() != self._pid:
+            return MetricExportResult.SUCCESS
+        return self._exporter.export(_extend(metrics_data), timeout_millis, **kwargs)
+
+    def force_flush(self, timeout_millis: float = 10_000) -> bool:
+        return self._exporter.force_flush(timeout_millis)
+
+    def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:
+        self._exporter.shutdown(timeout_millis, **kwargs)
 
 
 def _milliseconds(variable: str, default: float) -> float:
     return config.number(os.environ, variable, default, 1)
 
 
+def _span_limits() -> sdk_trace.SpanLimits:
+    """As the environment says, with a length of attribute values that cannot make a batch too large."""
+    asked = any(os.environ.get(name, "").strip() for name in _LENGTH_LIMITS)
+    return sdk_trace.SpanLimits() if asked else sdk_trace.SpanLimits(max_attribute_length=MAX_ATTRIBUTE_LENGTH)
+
+
 def _tracer_provider(resource: Resource) -> sdk_trace.TracerProvider:
-    provider = sdk_trace.TracerProvider(resource=resource, shutdown_on_exit=False, id_generator=DerivedIdGenerator())
-    for exporter in _exporters("traces"):
+    provider = sdk_trace.TracerProvider(
+        resource=resource, shutdown_on_exit=False, id_generator=DerivedIdGenerator(), span_limits=_span_limits()
+    )
+    for exporter in _exporters("traces", resource):
         delay = _milliseconds("OTEL_BSP_SCHEDULE_DELAY", SPAN_DELAY_MS)
         provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=delay))
     return provider
@@ -154,15 +238,16 @@ def _tracer_provider(resource: Resource) -> sdk_trace.TracerProvider:
 def _meter_provider(resource: Resource) -> sdk_metrics.MeterProvider:
     interval = _milliseconds("OTEL_METRIC_EXPORT_INTERVAL", METRIC_INTERVAL_MS)
     readers = [
-        exporter if isinstance(exporter, MetricReader) else PeriodicExportingMetricReader(exporter, interval)
-        for exporter in _exporters("metrics")
+        exporter if isinstance(exporter, MetricReader) else PeriodicExportingMetricReader(_Extended(exporter), interval)
+        for exporter in _exporters("metrics", resource)
     ]
+    readers.sort(key=lambda reader: isinstance(reader, PeriodicExportingMetricReader))  # shut down last: it may wait
     return sdk_metrics.MeterProvider(resource=resource, shutdown_on_exit=False, metric_readers=readers)
 
 
 def _logger_provider(resource: Resource) -> sdk_logs.LoggerProvider:
     provider = sdk_logs.LoggerProvider(resource=resource, shutdown_on_exit=False)
-    for exporter in _exporters("logs"):
+    for exporter in _exporters("logs", resource):
         delay = _milliseconds("OTEL_BLRP_SCHEDULE_DELAY", EVENT_DELAY_MS)
         provider.add_log_record_processor(BatchLogRecordProcessor(exporter, schedule_delay_millis=delay))
     return provider

@@ -5,7 +5,8 @@ A Collector that is away for an hour would otherwise fill the log of every rank.
 
 import logging
 import os
-from urllib.parse import urlsplit
+import re
+from urllib.parse import unquote, urlsplit
 
 from verl_otel import border, config
 
@@ -29,18 +30,46 @@ class _Once(logging.Filter):
             "telemetry cannot be sent to %s; the run goes on without it. Check that an OpenTelemetry Collector listens "
             "there (OTEL_EXPORTER_OTLP_ENDPOINT). The first message was: %s",
             _endpoint(),
-            record.getMessage()[:300],
+            without_secrets(record.getMessage())[:300],
         )
         return False
 
 
+class _NoHeaders(logging.Filter):
+    """What OpenTelemetry cannot read of `OTEL_EXPORTER_OTLP_HEADERS`, it logs."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING:
+            border.warn_once(
+                "headers", "a part of OTEL_EXPORTER_OTLP_HEADERS is not name=value, and is left out (not shown here)"
+            )
+            return False
+        return True
+
+
 _filter = _Once()
+_no_headers = _NoHeaders()
 
 
 def install() -> None:
     """Say it once in this process from now on."""
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(_filter)  # adding it twice changes nothing
+    logging.getLogger("opentelemetry.util.re").addFilter(_no_headers)
+
+
+def without_secrets(text: str) -> str:
+    """A message of others, without user, password, path and query of URLs, and without the headers that are set."""
+    text = re.sub(r"(https?://)[^\s/@'\"]*@", r"\1", text)
+    text = re.sub(r"(url: )\S+", r"\1...", text)  # of urllib3: path and query
+    text = re.sub(r"(https?://[^\s/?'\")]+)[/?][^\s'\")]*", r"\1/...", text)
+    for name, value in os.environ.items():
+        if name.startswith("OTEL_EXPORTER_OTLP_") and name.endswith("HEADERS"):
+            for part in value.split(","):
+                secret = part.partition("=")[2].strip()
+                for form in {secret, unquote(secret)} - {""}:
+                    text = text.replace(form, "...")
+    return text
 
 
 def _endpoint() -> str:

@@ -18,6 +18,15 @@ class NoRecording(Exception):
 
 
 @dataclass(frozen=True)
+class SpanEvent:
+    """Something that happened at one moment of a span. Time is Unix nanoseconds."""
+
+    name: str
+    time: int
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Span:
     """One ended span. Times are Unix nanoseconds."""
 
@@ -32,6 +41,7 @@ class Span:
     error: str | None
     links: tuple[str, ...] = ()
     """Trace ids of the links."""
+    events: tuple[SpanEvent, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -84,13 +94,26 @@ def load(folder: str | Path) -> Recording:
             f"{root} is not a folder: give the run folder that the run printed, such as verl-otel/<run id>"
         )
     recording = Recording(root)
+    seen: set[tuple[Any, ...]] = set()
+
+    def new(*identity: Any) -> bool:
+        """Recorded and spooled, the same is there twice."""
+        if identity in seen:
+            return False
+        seen.add(identity)
+        return True
+
     for path in sorted(root.rglob("*.jsonl")):
         with path.open("rb") as lines:
             for line in lines:
                 try:
                     request = json.loads(line)
-                    recording.spans.extend(_spans(request))
-                    recording.events.extend(_events(request))
+                    recording.spans.extend(span for span in _spans(request) if new(span.trace_id, span.span_id))
+                    recording.events.extend(
+                        event
+                        for event in _events(request)
+                        if new(event.name, event.time, event.resource.get(attr.SERVICE_INSTANCE_ID), str(event.body))
+                    )
                 except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                     recording.unreadable_lines += 1
     if not recording.spans and not recording.events:
@@ -116,6 +139,14 @@ def _spans(request: dict[str, Any]) -> Iterator[Span]:
                     resource=resource,
                     error=(status.get("message") or "error") if failed else None,
                     links=tuple(link["traceId"] for link in span.get("links", ())),
+                    events=tuple(
+                        SpanEvent(
+                            event.get("name", ""),
+                            int(event.get("timeUnixNano") or 0),
+                            attributes_of(event.get("attributes", ())),
+                        )
+                        for event in span.get("events", ())
+                    ),
                 )
 
 
