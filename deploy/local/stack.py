@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -44,15 +45,36 @@ def free_ports(names: list[str]) -> dict[str, int]:
     return ports
 
 
+@dataclass(frozen=True)
+class Service:
+    """One program of the stack: how it is started, and the URL that answers when it is up."""
+
+    command: list[str]
+    environment: dict[str, str]
+    health: str
+
+
 class Stack:
-    """The running stack. `with Stack(folder) as stack: ... stack.url("jaeger")`."""
+    """The running stack. `with Stack(folder) as stack: ... stack.url("jaeger")`.
+
+    Args:
+        folder: logs and data.
+        ports: by name, as in `FIXED`; free ones by default.
+        environment: for all of them.
+        traces_on_disk: Jaeger's traces outlive its restart.
+    """
 
     def __init__(
-        self, folder: Path, ports: dict[str, int] | None = None, environment: dict[str, str] | None = None
+        self,
+        folder: Path,
+        ports: dict[str, int] | None = None,
+        environment: dict[str, str] | None = None,
+        traces_on_disk: bool = False,
     ) -> None:
         self.folder = folder
         self.ports = ports or free_ports(list(FIXED))
         self.environment = environment or {}
+        self.traces_on_disk = traces_on_disk
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def url(self, name: str) -> str:
@@ -65,75 +87,26 @@ class Stack:
     def start(self, report: Callable[[str], None] = lambda _: None) -> "Stack":
         """Start everything, the destinations before the Collector, and wait until all of it answers."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        python = sys.executable
-        steps: list[tuple[str, list[str], dict[str, str], str]] = [
-            (
-                "mlflow",
-                [
-                    *(python, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.ports["mlflow"])),
-                    *("--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db", "--workers", "1"),
-                    *("--artifacts-destination", str(self.folder / "mlflow-artifacts")),
-                ],
-                {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-                self.url("mlflow") + "/health",
-            ),
-            (
-                "jaeger",
-                [str(binary("jaeger")), "--config", str(ROOT / "deploy" / "jaeger" / "jaeger.yaml")],
-                {
-                    "JAEGER_HTTP": self.address("jaeger"),
-                    "JAEGER_GRPC": self.address("jaeger_grpc"),
-                    "JAEGER_OTLP": self.address("jaeger_otlp"),
-                    "JAEGER_HEALTH": self.address("jaeger_health"),
-                    "OTEL_TRACES_SAMPLER": "always_off",  # its own traces would go to localhost:4317
-                },
-                self.url("jaeger") + "/api/v3/services",
-            ),
-            (
-                "prometheus",
-                [
-                    str(binary("prometheus")),
-                    f"--config.file={ROOT / 'deploy' / 'prometheus' / 'prometheus.yaml'}",
-                    f"--storage.tsdb.path={self.folder / 'prometheus'}",
-                    f"--web.listen-address={self.address('prometheus')}",
-                    "--web.enable-otlp-receiver",
-                    "--enable-feature=exemplar-storage",
-                ],
-                {},
-                self.url("prometheus") + "/-/ready",
-            ),
-            (
-                "bridge",
-                [
-                    *(python, "-m", "verl_otel.cli", "mlflow-bridge"),
-                    *("--port", str(self.ports["bridge"]), "--mlflow", self.url("mlflow")),
-                ],
-                {},
-                self.url("bridge") + "/healthz",
-            ),
-            (
-                "collector",
-                [str(binary("verl-otelcol")), "--config", str(ROOT / "collector" / "local.yaml")],
-                {
-                    "VERL_OTEL_LISTEN_GRPC": self.address("otlp_grpc"),
-                    "VERL_OTEL_LISTEN_HTTP": self.address("otlp_http"),
-                    "VERL_OTEL_HEALTH": self.address("collector_health"),
-                    "VERL_OTEL_SELF_PORT": str(self.ports["collector_self"]),
-                    "VERL_OTEL_QUEUE_FOLDER": str(self.folder / "queue"),
-                    "JAEGER_OTLP": self.address("jaeger_otlp"),
-                    "PROMETHEUS_URL": self.url("prometheus"),
-                    "MLFLOW_BRIDGE_URL": self.url("bridge"),
-                },
-                self.url("collector_health"),
-            ),
-        ]
-        for name, command, environment, _ in steps:
+        services = self._services()
+        for name, service in services.items():
             report(f"starting {name}")
-            self._spawn(name, command, environment)
-        for name, _, _, health in steps:
-            self._wait(name, health)
+            self._spawn(name, service)
+        for name, service in services.items():
+            self._wait(name, service)
             report(f"{name} answers")
         return self
+
+    def kill(self, name: str) -> None:
+        """End one of them as a crash does (SIGKILL)."""
+        process = self.processes[name]
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def restart(self, name: str) -> None:
+        """Start one again that has ended, on the same ports and with the same data, and wait until it answers."""
+        service = self._services()[name]
+        self._spawn(name, service)
+        self._wait(name, service)
 
     def stop(self) -> None:
         """Stop what was started, the Collector first, so that it can hand over what it has."""
@@ -155,12 +128,77 @@ class Stack:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _spawn(self, name: str, command: list[str], environment: dict[str, str]) -> None:
+    def _services(self) -> dict[str, Service]:
+        """What there is, in the order in which it is started."""
+        python = sys.executable
+        return {
+            "mlflow": Service(
+                [
+                    *(python, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.ports["mlflow"])),
+                    *("--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db", "--workers", "1"),
+                    *("--artifacts-destination", str(self.folder / "mlflow-artifacts")),
+                ],
+                {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+                self.url("mlflow") + "/health",
+            ),
+            "jaeger": Service(
+                [str(binary("jaeger")), *self._jaeger_configs()],
+                {
+                    "JAEGER_HTTP": self.address("jaeger"),
+                    "JAEGER_GRPC": self.address("jaeger_grpc"),
+                    "JAEGER_OTLP": self.address("jaeger_otlp"),
+                    "JAEGER_HEALTH": self.address("jaeger_health"),
+                    "JAEGER_FOLDER": str(self.folder / "jaeger"),
+                    "OTEL_TRACES_SAMPLER": "always_off",  # its own traces would go to localhost:4317
+                },
+                self.url("jaeger") + "/api/v3/services",
+            ),
+            "prometheus": Service(
+                [
+                    str(binary("prometheus")),
+                    f"--config.file={ROOT / 'deploy' / 'prometheus' / 'prometheus.yaml'}",
+                    f"--storage.tsdb.path={self.folder / 'prometheus'}",
+                    f"--web.listen-address={self.address('prometheus')}",
+                    "--web.enable-otlp-receiver",
+                    "--enable-feature=exemplar-storage",
+                ],
+                {},
+                self.url("prometheus") + "/-/ready",
+            ),
+            "bridge": Service(
+                [
+                    *(python, "-m", "verl_otel.cli", "mlflow-bridge"),
+                    *("--port", str(self.ports["bridge"]), "--mlflow", self.url("mlflow")),
+                ],
+                {},
+                self.url("bridge") + "/healthz",
+            ),
+            "collector": Service(
+                [str(binary("verl-otelcol")), "--config", str(ROOT / "collector" / "local.yaml")],
+                {
+                    "VERL_OTEL_LISTEN_GRPC": self.address("otlp_grpc"),
+                    "VERL_OTEL_LISTEN_HTTP": self.address("otlp_http"),
+                    "VERL_OTEL_HEALTH": self.address("collector_health"),
+                    "VERL_OTEL_SELF_PORT": str(self.ports["collector_self"]),
+                    "VERL_OTEL_QUEUE_FOLDER": str(self.folder / "queue"),
+                    "JAEGER_OTLP": self.address("jaeger_otlp"),
+                    "PROMETHEUS_URL": self.url("prometheus"),
+                    "MLFLOW_BRIDGE_URL": self.url("bridge"),
+                },
+                self.url("collector_health"),
+            ),
+        }
+
+    def _jaeger_configs(self) -> list[str]:
+        files = ["jaeger.yaml", *(["on-disk.yaml"] if self.traces_on_disk else [])]
+        return [word for file in files for word in ("--config", str(ROOT / "deploy" / "jaeger" / file))]
+
+    def _spawn(self, name: str, service: Service) -> None:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OTEL_", "VERL_OTEL_", "TRACEPARENT"))}
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                command,
-                env={**inherited, **self.environment, **environment},
+                service.command,
+                env={**inherited, **self.environment, **service.environment},
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
@@ -168,7 +206,8 @@ class Stack:
                 start_new_session=True,
             )
 
-    def _wait(self, name: str, url: str, seconds: float = 120) -> None:
+    def _wait(self, name: str, service: Service, seconds: float = 120) -> None:
+        url = service.health
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.processes[name].poll() is not None:

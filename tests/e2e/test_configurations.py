@@ -108,7 +108,7 @@ def test_the_scrape_variant_shows_the_labels_of_the_point_and_of_the_run(tmp_pat
         "verl_run_id": "20260101-000000-abcdef",
         "verl_run_attempt": "2",
         "verl_process_role": "worker",
-        # not host.name: only what tells runs and processes apart
+        "host_name": "node-1",
     }
 
 

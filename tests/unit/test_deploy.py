@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 COLLECTOR, DEPLOY = ROOT / "collector", ROOT / "deploy"
 COLLECTORS = ("local", "agent", "gateway")
 VARIANT = COLLECTOR / "variants" / "prometheus-scrape.yaml"
+VARIANTS = {path.stem: path for path in sorted((COLLECTOR / "variants").glob("*.yaml"))}
+SECURE = ("tls", "mtls", "auth", "basic-auth")
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 VARIABLE = re.compile(r"\$\{env:(\w+)(?::-([^}]*))?\}")
@@ -71,6 +73,75 @@ def test_a_collector_listens_on_loopback_unless_told_otherwise(name: str) -> Non
     listening = endpoints(config["receivers"]) + endpoints(config["extensions"]) + endpoints(config["service"])
     assert len(listening) == 4  # OTLP by gRPC and HTTP, health, its own metrics
     assert all(host(endpoint) in LOOPBACK for endpoint in listening), listening
+
+
+CONFIGURATIONS = sorted(
+    path
+    for folder in (COLLECTOR, DEPLOY)
+    for path in folder.rglob("*.yaml")
+    if path.name != "builder.yaml" and {"receivers", "extensions"} & set(load(path))
+)
+
+
+@pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_configuration_listens_beyond_loopback_by_itself(path: Path) -> None:
+    """Every receiver and extension, and exporters that are scraped: Collector, its variants, and Jaeger."""
+    config = load(path)
+    config.get("exporters", {}).pop("otlp_grpc/gateway", None)
+    listening = [endpoints(config.get(part, {})) for part in ("receivers", "extensions", "service")]
+    listening.append(endpoints(config.get("exporters", {}).get("prometheus", {})))
+    assert all(host(endpoint) in LOOPBACK for found in listening for endpoint in found), listening
+    # No receiver is left to its own default, which some day was all addresses.
+    for protocol in config.get("receivers", {}).get("otlp", {}).get("protocols", {}).values():
+        assert "endpoint" in protocol or path.parent.name == "variants"
+
+
+def test_the_configurations_that_listen_are_found() -> None:
+    assert {path.stem for path in CONFIGURATIONS} >= {*COLLECTORS, *SECURE, "jaeger"} - {"basic-auth"}
+
+
+def test_what_is_not_said_to_listen_elsewhere_is_on_loopback() -> None:
+    """The programs whose address is on the command line: `deploy/local/stack.py` and the bridge."""
+    stack = (DEPLOY / "local" / "stack.py").read_text()
+    assert "0.0.0.0" not in stack and "::" not in stack
+    parser = argparse.ArgumentParser()
+    mlflow_bridge.add_to(parser.add_subparsers())
+    assert parser.parse_args(["mlflow-bridge"]).host in LOOPBACK
+
+
+@pytest.mark.parametrize("name", SECURE)
+def test_the_secure_variants_add_to_the_receivers_and_change_nothing_else(name: str) -> None:
+    variant = load(VARIANTS[name])
+    assert set(variant) <= {"receivers", "extensions", "service"}
+    protocols = variant["receivers"]["otlp"]["protocols"]
+    assert protocols["grpc"] == protocols["http"] and set(protocols) == {"grpc", "http"}
+    for base in COLLECTORS:
+        extensions = collector(base)["service"]["extensions"]
+        added = list(variant.get("extensions", {}))
+        assert variant.get("service", {"extensions": extensions}) == {"extensions": [*extensions, *added]}
+
+
+def test_the_secure_backends_are_the_exporters_of_the_base() -> None:
+    variant = load(VARIANTS["secure-backends"])
+    for base in ("local", "gateway"):
+        assert set(variant["exporters"]) == set(collector(base)["exporters"])
+    assert all(not exporter["tls"].get("insecure") for exporter in variant["exporters"].values())
+
+
+@pytest.mark.parametrize("path", VARIANTS.values(), ids=VARIANTS)
+def test_a_secret_is_a_variable_or_a_file_and_never_has_a_default(path: Path) -> None:
+    for line in path.read_text().splitlines():
+        setting, _, value = line.partition("#")[0].partition(":")
+        if re.fullmatch(r"\s*(token|password|authorization|filename|file|\w+_file)", setting):
+            assert value.strip().startswith("${env:"), line
+        if re.fullmatch(r"\s*(token|password|authorization)", setting):
+            assert value.strip().endswith((":-}", "}")) and VARIABLE.findall(value)[0][1] == "", line
+
+
+@pytest.mark.parametrize("name", ["local", "gateway"])
+def test_the_bridge_gets_the_token_that_it_asks_for(name: str) -> None:
+    text = (COLLECTOR / f"{name}.yaml").read_text()
+    assert f"authorization: Bearer ${{env:{mlflow_bridge.TOKEN}:-}}" in text
 
 
 @pytest.mark.parametrize("name", COLLECTORS)
@@ -129,14 +200,15 @@ def test_scraped_and_pushed_series_get_the_same_labels_from_the_resource() -> No
 
 
 def test_the_readme_lists_every_environment_variable_with_its_default() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| `([^`]*)` \| ([\w, ]+) \|", (COLLECTOR / "README.md").read_text(), re.MULTILINE)
-    readers = {"all": set(COLLECTORS), "variant": {"variant"}}
+    rows = re.findall(
+        r"^\| `(\w+)` \| (?:`([^`]*)`)? ?\| ([\w, -]+) \|", (COLLECTOR / "README.md").read_text(), re.MULTILINE
+    )
     documented = {
         (reader, variable, default)
         for variable, default, where in rows
-        for reader in readers.get(where, set(where.split(", ")))
+        for reader in ({"all": COLLECTORS}.get(where) or where.split(", "))
     }
-    files = {name: COLLECTOR / f"{name}.yaml" for name in COLLECTORS} | {"variant": VARIANT}
+    files = {name: COLLECTOR / f"{name}.yaml" for name in COLLECTORS} | VARIANTS
     read = {
         (name, variable, default)
         for name, path in files.items()
@@ -239,6 +311,16 @@ def test_mlflow_answers_to_the_names_by_which_it_is_called() -> None:
     allowed = arguments(SERVICES["mlflow"])["--allowed-hosts"].split(",")
     assert bridge_options().mlflow.removeprefix("http://") in allowed
     assert {"localhost:*", "127.0.0.1:*"} <= set(allowed) and "*" not in allowed
+
+
+def test_the_collector_leaves_out_only_what_prometheus_would_refuse() -> None:
+    window = load(DEPLOY / "prometheus" / "prometheus.yaml")["storage"]["tsdb"]["out_of_order_time_window"]
+    for name in ("local", "gateway"):
+        config = collector(name)
+        (condition,) = config["processors"]["filter/too_late"]["metrics"]["datapoint"]
+        (hours,) = re.findall(r'^time < Now\(\) - Duration\("(\d+)h"\)$', condition)
+        assert int(hours) == int(window.removesuffix("h")) - 1  # an hour for what waits in the queue
+        assert "filter/too_late" in config["service"]["pipelines"]["metrics"]["processors"]
 
 
 def test_prometheus_takes_otlp() -> None:

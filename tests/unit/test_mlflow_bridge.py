@@ -5,18 +5,21 @@ import http.server
 import importlib.metadata
 import importlib.util
 import itertools
+import json
 import math
 import posixpath
 import socket
 import threading
+import types
 import warnings
+from pathlib import Path
 
 import pytest
 from google.protobuf import json_format
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlflow.tracking import MlflowClient
-from mlflow.utils.validation import _validate_batch_log_limits, _validate_metric_name
+from mlflow.utils.validation import _validate_batch_log_limits, _validate_metric, _validate_metric_name
 from opentelemetry.exporter.otlp.proto.common._log_encoder import encode_logs
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest, ExportLogsServiceResponse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -28,6 +31,7 @@ from verl_otel import events
 from verl_otel.bridges.mlflow import server, traces
 from verl_otel.bridges.mlflow.runs import RunEvent, RunIdentity, Runs, identity_of, metric_name
 from verl_otel.bridges.mlflow.traces import MAX_ROOTS, Refused, Traces, TryLater
+from verl_otel.cli import main
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # starlette prefers another client from some version on
@@ -41,7 +45,11 @@ _numbers = itertools.count(1)
 @pytest.fixture(scope="module")
 def uri(tmp_path_factory):
     """A real MLflow store, made once: that takes some seconds."""
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
+    folder = tmp_path_factory.mktemp("mlflow")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)  # artifacts go to the working directory, taken when a store is first used
+        MlflowClient(f"sqlite:///{folder / 'mlflow.db'}").search_experiments()
+    return f"sqlite:///{folder / 'mlflow.db'}"
 
 
 class StrictClient(MlflowClient):
@@ -104,6 +112,32 @@ def history(client, run, key):
 
 
 # ---- runs
+
+
+def texts(client, run, folder=""):
+    return {path for entry in client.list_artifacts(run.run_id, folder)
+            for path in (texts(client, run, entry.path) if entry.is_dir else {entry.path})}  # fmt: skip
+
+
+def test_a_text_of_the_users_is_an_artifact_of_the_run_once(client, runs, verl, tmp_path):
+    said = verl.event("verl.text", 3, {"text": "so it went"}, **{"verl.step.number": 7, "verl.text.name": "a/b../c d"})
+    runs.handle([said])
+    runs.handle([said])
+    run = runs.resolve(verl.identity)
+    (file,) = texts(client, run)
+    assert file == f"texts/a/b_/c_d/step-7-{said.time_ns}.txt"
+    assert Path(client.download_artifacts(run.run_id, file, str(tmp_path))).read_text() == "so it went"
+
+
+def test_a_text_that_cannot_be_written_does_not_cost_the_numbers(client, runs, verl, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError("no such store")
+
+    monkeypatch.setattr(client, "log_text", refuse)
+    text = verl.event("verl.text", 3, {"text": "x"}, **{"verl.step.number": 1, "verl.text.name": "a/b"})
+    assert runs.handle([text, verl.step(1, loss=0.5)]) == 0
+    assert [value for _, value, _ in history(client, runs.resolve(verl.identity), "loss")] == [0.5]
+    assert "no such store" in caplog.text
 
 
 def test_a_run_gets_its_names_parameters_and_tags(client, runs, verl):
@@ -477,6 +511,238 @@ def test_while_mlflow_is_away_the_collector_is_asked_to_wait(bridge, nowhere, ve
     assert bridge.post("/v1/logs", content=logs, headers=PROTOBUF).status_code == 200
 
 
+# ---- who may send
+
+
+@pytest.fixture
+def guarded(uri):
+    with TestClient(server.app(uri, token="the token")) as bridge:
+        yield bridge
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        "",
+        "the token",
+        "Bearer",
+        "Bearer ",
+        "Bearer the toke",
+        "Bearer the token2",
+        "Basic the token",
+        "Bearer tök",
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/logs", "/v1/traces"])
+def test_without_the_token_nothing_is_taken_and_the_bridge_goes_on(guarded, verl, path, given):
+    headers = [*PROTOBUF.items(), *([] if given is None else [("authorization", given.encode("latin-1"))])]
+    response = guarded.post(path, content=b"\xff" * 100, headers=headers)
+    assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+    assert "token2" not in response.text and "the token" not in response.text
+    assert guarded.get("/healthz").status_code == 200
+
+
+@pytest.mark.parametrize("given", ["Bearer the token", "bearer the token", "Bearer  the token "])
+def test_with_the_token_events_are_taken(guarded, verl, given):
+    content = log_request(verl.step(1, a=1.0)).SerializeToString()
+    headers = {**PROTOBUF, "authorization": given}
+    assert guarded.post("/v1/logs", content=content, headers=headers).status_code == 200
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What the command would serve."""
+    calls = []
+    monkeypatch.setattr("uvicorn.run", lambda app, **options: calls.append(options["host"]))
+    return calls
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.1", "bridge", "localhost.example.org"])
+def test_the_bridge_does_not_listen_beyond_loopback_without_a_token(served, monkeypatch, capsys, host):
+    command = ["mlflow-bridge", "--host", host]
+    assert main(command) == 2 and served == []
+    assert "VERL_OTEL_BRIDGE_TOKEN" in capsys.readouterr().out
+    monkeypatch.setenv("VERL_OTEL_BRIDGE_TOKEN", " ")
+    assert main(command) == 2 and served == []
+    monkeypatch.setenv("VERL_OTEL_BRIDGE_TOKEN", "secret")
+    assert main(command) == 0 and served == [host]
+    monkeypatch.delenv("VERL_OTEL_BRIDGE_TOKEN")
+    assert main([*command, "--without-token"]) == 0 and served == [host, host]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.5", "::1", "localhost"])
+def test_on_loopback_the_bridge_needs_no_token(served, host):
+    assert main(["mlflow-bridge", "--host", host]) == 0 and served == [host]
+
+
+def test_the_token_of_the_environment_is_asked_for(monkeypatch, uri):
+    apps = []
+    monkeypatch.setattr("uvicorn.run", lambda app, **options: apps.append(app))
+    monkeypatch.setenv("VERL_OTEL_BRIDGE_TOKEN", "secret")
+    assert main(["mlflow-bridge", "--mlflow", "http://127.0.0.1:1"]) == 0
+    with TestClient(apps[0]) as bridge:
+        assert bridge.post("/v1/logs", content=b"", headers=PROTOBUF).status_code == 401
+        headers = {**PROTOBUF, "authorization": "Bearer secret"}
+        assert bridge.post("/v1/logs", content=b"", headers=headers).status_code == 200
+
+
+# ---- anything at all
+
+
+def mutated(valid):
+    """Valid requests of which some bytes are others, missing, or there twice."""
+
+    @st.composite
+    def build(draw):
+        content = bytearray(draw(st.sampled_from(valid)))
+        for _ in range(draw(st.integers(1, 6))):
+            at = draw(st.integers(0, len(content)))
+            size = draw(st.integers(0, 8))
+            kind = draw(st.sampled_from(["set", "cut", "twice"]))
+            if kind == "set":
+                content[at : at + size] = draw(st.binary(max_size=8))
+            elif kind == "cut":
+                del content[at : at + size]
+            else:
+                content[at:at] = content[at : at + size]
+        return bytes(content)
+
+    return build()
+
+
+_FUZZED = VerlRun("run-fuzz")
+_VALID = {
+    "/v1/logs": [
+        log_request(_FUZZED.started(lr=0.1, name="x")).SerializeToString(),
+        log_request(_FUZZED.step(3, **{"critic/score/mean": 0.5, "n": 7})).SerializeToString(),
+        log_request(_FUZZED.finished(9)).SerializeToString(),
+    ],
+}
+_TYPES = st.sampled_from(["application/x-protobuf", "application/json", "text/plain", ""])
+
+
+class AnyMlflow(MlflowClient):
+    """Takes everything that MLflow's server takes, at once: the store would take a second for each request."""
+
+    def __init__(self, *_):
+        self.calls = 0
+
+    def _take(self, metrics=(), params=(), tags=()):
+        _validate_batch_log_limits(list(metrics), list(params), list(tags))
+        for metric in metrics:
+            _validate_metric(metric.key, metric.value, metric.timestamp, metric.step)
+        self.calls += 1
+
+    def get_experiment_by_name(self, name):
+        return types.SimpleNamespace(experiment_id="1")
+
+    def search_runs(self, *_, **__):
+        return []
+
+    def create_run(self, *_, tags, **__):
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="r"))
+
+    def get_run(self, run_id):
+        data = types.SimpleNamespace(params={}, tags={})
+        return types.SimpleNamespace(info=types.SimpleNamespace(status="RUNNING"), data=data)
+
+    def log_batch(self, run_id, metrics=(), params=(), tags=()):
+        self._take(metrics, params, tags)
+
+    def log_text(self, *_):
+        pass
+
+    def set_terminated(self, *_, **__):
+        pass
+
+    def update_run(self, *_, **__):
+        pass
+
+
+@pytest.fixture(scope="module")
+def fuzzed():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "MlflowClient", AnyMlflow)
+        patch.setattr(server, "Traces", type("NotSent", (Traces,), {"_post": lambda *_: None}))
+        app = server.app("http://127.0.0.1:1")
+    with TestClient(app) as bridge:
+        yield bridge
+
+
+def assert_refused_or_taken(bridge, path, content, headers):
+    response = bridge.post(path, content=content, headers=headers)
+    assert 200 <= response.status_code < 300 or 400 <= response.status_code < 500, response.text
+    assert bridge.get("/healthz").status_code == 200
+
+
+@settings(max_examples=150)
+@given(
+    st.sampled_from(["/v1/logs", "/v1/traces"]), st.binary(max_size=200), _TYPES, st.sampled_from(["", "gzip", "br"])
+)
+def test_no_bytes_are_too_much_for_the_bridge(fuzzed, path, content, kind, encoding):
+    assert_refused_or_taken(fuzzed, path, content, {"content-type": kind, "content-encoding": encoding})
+
+
+@settings(max_examples=300)
+@given(mutated(_VALID["/v1/logs"]), st.booleans())
+def test_no_mutated_events_are_too_much_for_the_bridge(fuzzed, content, packed):
+    headers = {**PROTOBUF, **({"content-encoding": "gzip"} if packed else {})}
+    assert_refused_or_taken(fuzzed, "/v1/logs", gzip.compress(content) if packed else content, headers)
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_no_mutated_spans_are_too_much_for_the_bridge(fuzzed, data):
+    valid = [trace_request(_FUZZED, 2, 1).SerializeToString(), trace_request(None, 1).SerializeToString()]
+    assert_refused_or_taken(fuzzed, "/v1/traces", data.draw(mutated(valid)), PROTOBUF)
+
+
+_JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+_JSON_FIELDS = {
+    "eventName": st.sampled_from(["verl.step", "verl.run.started", "verl.run.finished", "verl.text"]) | _JSON_VALUES,
+    "timeUnixNano": st.integers() | _JSON_VALUES,
+    "body": st.fixed_dictionaries(
+        {"kvlistValue": st.fixed_dictionaries({"values": st.lists(
+            st.fixed_dictionaries({"key": st.text(st.characters(), max_size=5),
+                                   "value": st.fixed_dictionaries({"doubleValue": st.floats() | _JSON_VALUES})}),
+            max_size=3)})}
+    ) | _JSON_VALUES,
+    "attributes": st.lists(
+        st.fixed_dictionaries({
+            "key": st.sampled_from(["verl.run.id", "verl.step.number", "verl.run.attempt", "verl.run.state"]),
+            "value": st.sampled_from(["stringValue", "intValue", "doubleValue"]).flatmap(
+                lambda kind: st.fixed_dictionaries({kind: _JSON_VALUES | st.integers() | st.text(max_size=4)})),
+        }), max_size=4) | _JSON_VALUES,
+}  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(st.fixed_dictionaries({}, optional=_JSON_FIELDS))
+@example({"timeUnixNano": float("inf")})
+@example({"timeUnixNano": "9" * 5000})
+@example({"eventName": "\ud800"})
+def test_no_json_is_too_much_for_the_bridge(fuzzed, record):
+    resource = {"attributes": [{"key": "verl.run.id", "value": {"stringValue": "run-fuzz"}}]}
+    request = {"resourceLogs": [{"resource": resource, "scopeLogs": [{"logRecords": [record]}]}]}
+    content = json.dumps(request).encode()
+    assert_refused_or_taken(fuzzed, "/v1/logs", content, {"content-type": "application/json"})
+
+
+def test_what_can_never_be_handled_is_not_sent_again_and_again(bridge, monkeypatch, verl, caplog):
+    """One such request would hold up all that is behind it in the Collector's queue."""
+    monkeypatch.setattr(Runs, "handle", lambda *_: 1 / 0)
+    content = log_request(verl.step(1, a=1.0)).SerializeToString()
+    assert bridge.post("/v1/logs", content=content, headers=PROTOBUF).status_code == 400
+    assert "it is lost" in caplog.text
+    monkeypatch.undo()
+    assert_serves(bridge)
+
+
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/logs"), ("PUT", "/v1/traces"), ("POST", "/v1/metrics")])
 def test_other_requests_are_refused(bridge, method, path):
     assert bridge.request(method, path).status_code in (404, 405)
@@ -596,6 +862,8 @@ def test_spans_go_to_the_experiment_and_run_of_their_run(runs, endpoint):
     [
         (400, Refused),
         (413, Refused),
+        (422, Refused),  # no experiment named
+        (501, Refused),  # a store of files
         (404, TryLater),
         (408, TryLater),
         (429, TryLater),

@@ -132,6 +132,8 @@ class Runs:
                 steps.setdefault(run, []).extend(_metrics(event))
             elif event.name == attr.EVENT_RUN_STARTED:
                 self._started(run, event)
+            elif event.name == attr.EVENT_TEXT:
+                self._text(run, event)
             else:
                 self._write_metrics(steps)  # before the run is closed
                 steps = {}
@@ -202,13 +204,23 @@ class Runs:
         state = _STATE.get(str(event.attributes.get(attr.RUN_STATE)), "FINISHED")
         self._client.set_terminated(run.run_id, status=state, end_time=event.time_ns // 1_000_000)
 
+    def _text(self, run: MlflowRun, event: RunEvent) -> None:
+        """A text that users have logged: an artifact `texts/<name>/step-<n>-<time>.txt`."""
+        name = str(event.attributes.get(attr.TEXT_NAME, "text"))
+        name = re.sub(r"[^\w./-]+", "_", name).replace("..", "_").strip("/")
+        file = f"texts/{name}/step-{event.step() or 0}-{event.time_ns}.txt"
+        try:
+            self._client.log_text(run.run_id, str(event.body.get("text", "")), file)
+        except Exception as error:  # artifacts may be out of reach; the run's numbers are not to wait for them
+            logger.warning("the text %s cannot be written to MLflow's artifacts: %s", file, error)
+
     def _write_metrics(self, metrics: Mapping[MlflowRun, list[Metric]]) -> None:
         for run, points in metrics.items():
             for start in range(0, len(points), METRICS_PER_REQUEST):
                 self._client.log_batch(run.run_id, metrics=points[start : start + METRICS_PER_REQUEST])
 
 
-_HANDLED = frozenset({attr.EVENT_STEP, attr.EVENT_RUN_STARTED, attr.EVENT_RUN_FINISHED})
+_HANDLED = frozenset({attr.EVENT_STEP, attr.EVENT_RUN_STARTED, attr.EVENT_RUN_FINISHED, attr.EVENT_TEXT})
 
 
 def _attempt_of(run: Run) -> int:

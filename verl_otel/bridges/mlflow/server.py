@@ -1,16 +1,17 @@
 """The bridge's OTLP/HTTP receiver: `/v1/logs` and `/v1/traces`, protobuf (logs also JSON), gzip.
 
 Answers so that the Collector does the right thing: 503 when MLflow is away (it keeps the data and tries again), 400,
-413, 415 for what can never be taken, and a partial success that says how much was not for MLflow.
+401, 413, 415 for what can never be taken, and a partial success that says how much was not for MLflow.
 """
 
+import hmac
 import logging
 import os
 import zlib
 from typing import Any
 
 from google.protobuf import json_format
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest, ExportLogsServiceResponse
@@ -44,8 +45,12 @@ class BadRequest(Exception):
         self.status = status
 
 
-def app(tracking_uri: str) -> Starlette:
-    """The ASGI application for the MLflow server at `tracking_uri`."""
+def app(tracking_uri: str, token: str = "") -> Starlette:
+    """The ASGI application for the MLflow server at `tracking_uri`.
+
+    Args:
+        token: what requests must bring as `Authorization: Bearer <token>`; empty if they need not. `/healthz` is open.
+    """
     # One quick retry here; the Collector's queue is the place for patience.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
@@ -53,9 +58,13 @@ def app(tracking_uri: str) -> Starlette:
     traces = Traces(runs, tracking_uri)
 
     async def take_logs(request: Request) -> Response:
+        if not _authorized(request, token):
+            return _unauthorized()
         return await _take(request, ExportLogsServiceRequest(), ExportLogsServiceResponse(), _log_handler(runs))
 
     async def take_traces(request: Request) -> Response:
+        if not _authorized(request, token):
+            return _unauthorized()
         return await _take(request, ExportTraceServiceRequest(), ExportTraceServiceResponse(), _trace_handler(traces))
 
     async def health(request: Request) -> Response:
@@ -68,6 +77,19 @@ def app(tracking_uri: str) -> Starlette:
             Route("/healthz", health),
         ]
     )
+
+
+def _authorized(request: Request, token: str) -> bool:
+    if not token:
+        return True
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    # In constant time: how long it takes says nothing of how much of it was right.
+    return hmac.compare_digest(given.strip().encode("latin-1"), token.encode()) and scheme.lower() == "bearer"
+
+
+def _unauthorized() -> Response:
+    """Given before the body is read."""
+    return PlainTextResponse("a bearer token is needed here\n", 401, {"WWW-Authenticate": "Bearer"})
 
 
 def _log_handler(runs: Runs) -> Any:
@@ -125,9 +147,13 @@ async def _take(request: Request, message: Message, response: Message, handle: A
         later = error.get_http_status_code() >= 500 or "failed with" in str(error) or "Max retries" in str(error)
         logger.warning("MLflow: %s", str(error)[:500])
         return PlainTextResponse("MLflow did not take it\n", 503 if later else 400)
+    except OSError as error:  # MLflow or the network
+        logger.warning("MLflow cannot be reached: %s; the Collector will send it again", type(error).__name__)
+        return PlainTextResponse("MLflow cannot be reached\n", 503)
     except Exception:
-        logger.exception("a request could not be handled; the Collector will send it again")
-        return PlainTextResponse("internal error\n", 503)
+        # The same request would fail again, for ever, and hold up what is behind it in the Collector's queue.
+        logger.exception("a request could not be handled; it is lost")
+        return PlainTextResponse("this request cannot be handled\n", 400)
     content = json_format.MessageToJson(response).encode() if kind == _JSON else response.SerializeToString()
     return Response(content, media_type=kind)
 
@@ -182,8 +208,10 @@ def _decode(body: bytes, kind: str, message: Message) -> None:
             json_format.Parse(body, message, ignore_unknown_fields=True)
         else:
             raise BadRequest(415, f"content-type {kind or '(none)'} is not supported; use {_PROTOBUF}")
-    except (DecodeError, json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(400, f"the body cannot be decoded: {error}") from error
+    except BadRequest:
+        raise
+    except Exception as error:  # not only DecodeError and ParseError: an infinite time is an OverflowError, for one
+        raise BadRequest(400, f"the body cannot be decoded: {str(error)[:500]}") from error
 
 
 def _mapping(pairs: Any) -> dict[str, Any]:

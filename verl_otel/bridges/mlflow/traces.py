@@ -67,6 +67,8 @@ class Traces:
             return
         if response.status_code == 404:
             self._runs.forget()
+        if response.status_code == 501:
+            raise Refused("MLflow answered 501: its store takes no traces; it needs an SQL store (--backend-store-uri)")
         if response.status_code in (404, 408, 429) or response.status_code >= 500:
             raise TryLater(f"MLflow answered {response.status_code}")
         raise Refused(f"MLflow answered {response.status_code}: {response.text[:200]}")
