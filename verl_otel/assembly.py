@@ -7,20 +7,28 @@ not to pay for, and which raises at import when an `OTEL_*` variable is malforme
 import atexit
 import os
 import sys
-import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from opentelemetry import propagate
 from opentelemetry._logs import LoggerProvider, SeverityNumber
-from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
+from opentelemetry.metrics import MeterProvider
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import TracerProvider, set_span_in_context
 
-from verl_otel import border, events
-from verl_otel.config import Settings
-from verl_otel.export import lifetime, providers
+from verl_otel import border, events, hardware
+from verl_otel.background import Background
+from verl_otel.config import BASIC, Settings
+from verl_otel.export import lifetime, otlp, providers
 from verl_otel.identity import LAUNCHER, TRAINER, Identity
-from verl_otel.metrics.recorder import Gauges, Recorder
+from verl_otel.metrics.distributions import Distributions
+from verl_otel.metrics.instruments import Instruments
+from verl_otel.metrics.ranks import Ranks, ReportOfRank
+from verl_otel.metrics.recorder import WAIT_FOR_VALUES, Logged, Recorder
+from verl_otel.metrics.samples import Samples
+from verl_otel.metrics.step_values import StepValues
+from verl_otel.metrics.user import UserMetrics
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import metrics as names
 from verl_otel.tracing import ids
@@ -33,10 +41,6 @@ from verl_otel.version import __version__
 SCOPE = "verl_otel"
 
 _EXIT_SHARE = {LAUNCHER: 0.3, TRAINER: 0.7}  # they end one after the other: together they keep the limit
-
-
-def _observe_failures(_: CallbackOptions) -> list[Observation]:
-    return [Observation(count, {"site": site}) for site, count in border.failures().items()]
 
 
 class Telemetry:
@@ -53,37 +57,93 @@ class Telemetry:
     ) -> None:
         self.settings = settings
         self.identity = identity
-        self.providers = providers.make(identity.resource(), tracer_provider, meter_provider, logger_provider)
+        resource = identity.resource()
+        distributions = Distributions(resource, InstrumentationScope(SCOPE, __version__))
+        self.providers = providers.make(
+            resource, tracer_provider, meter_provider, logger_provider, extend_metrics=distributions.extend
+        )
         self.tracer = self.providers.tracer.get_tracer(SCOPE, __version__)
         self.meter = self.providers.meter.get_meter(SCOPE, __version__)
         self.logger = self.providers.logger.get_logger(SCOPE, __version__)
-
-        self.budget = lifetime.Budget(settings.exit_timeout * _EXIT_SHARE.get(identity.role, 1.0))
-        self.flusher = lifetime.Flusher((self.providers.meter, self.providers.logger, self.providers.tracer))
-        self.gauges = Gauges(self.meter)
-        self.dropped = self.meter.create_counter(*names.DROPPED)
-        failures, unit, description = names.FAILURES
-        self.meter.create_observable_counter(failures, [_observe_failures], unit, description)
         self.run_context = propagate.extract(
             {key.lower(): os.environ[key] for key in ("TRACEPARENT", "TRACESTATE") if key in os.environ}
         )
         """Context of the run's own span, from the launcher; empty if there is none."""
         self.event_attributes = {attr.RUN_ID: identity.run_id, attr.RUN_ATTEMPT: identity.attempt}
-        self.recorder = Recorder(
-            self.meter, self.logger, self.gauges, self.dropped, self.event_attributes, self.flusher.request
-        )
         sampler = ids.sampler_of(self.providers.tracer)
-        self.steps = Steps(
-            self.tracer, self.meter, self.gauges, self.recorder.defer, sampler, identity, self.run_context
+
+        self.budget = lifetime.Budget(settings.exit_timeout * _EXIT_SHARE.get(identity.role, 1.0))
+        self.flusher = lifetime.Flusher((self.providers.meter, self.providers.logger, self.providers.tracer))
+        self.instruments = Instruments(
+            self.meter, settings.levels, distributions if self.providers.meter_is_ours else None
         )
-        self.workers = Workers(self.tracer, self.meter, self.recorder.defer, self.run_context, self.flusher.request)
+        # With one point at least: where the SDK has none, its readers export nothing, and so no distributions either.
+        self.instruments.observe(names.FAILURES, lambda: border.failures() or {"none": 0}, attr.SITE)
+        self.instruments.observe(names.EXPORTED, otlp.counts, attr.SIGNAL, attr.OUTCOME, attr.REASON)
+        self.background = Background(lambda reason: self.instruments.dropped("metrics", reason))
+        self.user = UserMetrics(self.background, self.instruments, self.logger, identity, self.event_attributes)
+        self.step_values = StepValues(self.user.take)
+        self.recorder = Recorder(
+            self.background,
+            self.instruments,
+            self.logger,
+            self.step_values,
+            self.event_attributes,
+            settings.unknown_keys,
+            self.flusher.request,
+        )
+        self.ranks = Ranks(self.background, self.instruments, self.step_values, settings.rank_detail)
+        self.steps = Steps(
+            self.tracer, self.instruments, self.background, self.ranks, self.logger, sampler, identity, self.run_context
+        )
+        self.user.step = self.steps.number
+        self.samples = Samples(self.background, self.instruments, self.step_values, identity, self.steps.number)
+        self.workers = Workers(
+            self.tracer,
+            self.instruments,
+            self.logger,
+            self.background,
+            self.run_context,
+            self.event_attributes,
+            settings.rank_detail,
+            self.flusher.request,
+        )
         self.trajectories = Trajectories(
-            self.tracer, sampler, self.dropped, identity, settings.trajectories, self.run_context
+            self.tracer, sampler, self.instruments, identity, settings.trajectories, self.run_context
         )
         self._run_span: Any = None
         self._run_started = self._run_finished = False
         self._pid = os.getpid()
+        self._last = lifetime.Last("verl-otel-shutdown", self.providers.shut_down_ours)
         atexit.register(self._at_exit)
+
+    def start(self) -> None:
+        """Begin what goes on by itself: the sampling of this node's hardware."""
+        if self.settings.levels.wants("hardware", BASIC) and providers.exporter_names("metrics"):
+            hardware.start(self.identity, self.providers.meter)
+
+    # ---- what verl logs, and what other processes ask for -----------------------------------------------------------
+
+    def log(self, data: dict[str, Any], step: Any) -> None:
+        """Record one call of verl's `Tracking.log`, in the background. `data` is ours to keep."""
+        scope, context = self.steps.last, self.steps.current_context()
+        if scope is None:
+            self.recorder.submit(Logged(data, step, time.time_ns(), context))
+            return
+
+        def on_non_finite(what: dict[str, Any]) -> None:
+            if scope.span.is_recording():  # a validation may be between the end of the step and its log
+                scope.span.add_event(attr.EVENT_NON_FINITE, what)
+
+        def on_recorded() -> None:
+            scope.logged = True
+
+        timed = not self.steps.waits_for_rollout
+        self.recorder.submit(Logged(data, step, time.time_ns(), context, timed, on_non_finite, on_recorded))
+
+    def report(self, stage: int) -> ReportOfRank:
+        """On a rank: its calls for a stage, and what users have logged here."""
+        return self.workers.reported(stage), self.user.take()
 
     # ---- the run ------------------------------------------------------------------------------------------------
 
@@ -105,7 +165,8 @@ class Telemetry:
         """Emit `verl.run.started`: names, and the whitelisted part of verl's configuration as body."""
         self._run_started = True
         attributes = {**self.event_attributes, attr.PROJECT_NAME: project, attr.EXPERIMENT_NAME: experiment}
-        events.emit(self.logger, attr.EVENT_RUN_STARTED, parameters, attributes, context=self.run_context)
+        body = {**parameters, **self.settings.effective()}
+        events.emit(self.logger, attr.EVENT_RUN_STARTED, body, attributes, context=self.run_context)
         self.flusher.request()
 
     def run_finished(self, error: BaseException | None, state: str | None = None) -> None:
@@ -118,14 +179,35 @@ class Telemetry:
             body = {"exception.type": type(error).__qualname__, "exception.message": describe(error)}
         attributes = {**self.event_attributes, attr.RUN_STATE: state or ("failed" if error is not None else "finished")}
         severity = SeverityNumber.INFO if error is None else SeverityNumber.ERROR
-        events.emit(self.logger, attr.EVENT_RUN_FINISHED, body, attributes, context=self.run_context, severity=severity)
+        self.recorder.finish()
+        self.background.defer(self._emit_finished, body, attributes, severity, time.time_ns())
+
+    def _emit_finished(
+        self, body: dict[str, Any], attributes: dict[str, Any], severity: SeverityNumber, now: int
+    ) -> None:
+        def emit() -> None:
+            events.emit(
+                self.logger,
+                attr.EVENT_RUN_FINISHED,
+                body,
+                attributes,
+                context=self.run_context,
+                time_ns=now,
+                severity=severity,
+            )
+
+        self.background.hold_last(WAIT_FOR_VALUES + 0.5, emit)  # the last step's event comes first
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def flush(self, timeout: float) -> None:
         """Send what is pending, waiting `timeout` seconds at most."""
-        if self.recorder.drained(timeout / 2):
-            self.flusher.wait(self.flusher.request(), timeout / 2)
+        end = time.monotonic() + timeout
+        self.background.drained(timeout / 2)  # if that is not enough, what is there is sent all the same
+        self.flusher.wait(self.flusher.request(), 0.6 * max(0.0, end - time.monotonic()))
+        outbox = otlp.current()
+        if outbox is not None:
+            outbox.flush(max(0.0, end - time.monotonic()))
 
     def finish(self, broadcast: Callable[[float], None] | None = None) -> None:
         """At the end of training: let the other processes send what they have, then send our own."""
@@ -147,19 +229,18 @@ class Telemetry:
             fail(self._run_span, error)
             self._run_span.end()
             self._run_span = None
-        self.budget.spend(0.7, self.flush)
-
-    def _shutdown(self, timeout: float) -> None:
-        # In a thread that is left behind: with a dead endpoint the SDK's shutdown takes its own, longer time.
-        thread = threading.Thread(target=self.providers.shut_down_ours, name="verl-otel-shutdown", daemon=True)
-        thread.start()
-        thread.join(timeout)
+        self.background.release()
+        self.budget.spend(0.6, self.flush)
+        self.budget.spend(0.3, hardware.stop)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return  # a forked child has none of the threads that it would wait for
         try:
             self.close()
-            self.budget.spend(1.0, self._shutdown)
+            # In a thread that is left behind: with a dead endpoint the SDK's own exporters take their own, longer time.
+            self.budget.spend(0.5, self._last.run)
         except Exception:
             border.caught("the end of the process")
+        finally:  # also where the user cannot wait, and interrupts
+            self.budget.spend(1.0, otlp.close)

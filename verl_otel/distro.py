@@ -18,6 +18,11 @@ class VerlDistro(BaseDistro):
     def _configure(self, **kwargs: Any) -> None:
         pass
 
+    def load_instrumentor(self, entry_point: Any, **kwargs: Any) -> None:
+        """Load an instrumentation; the host's own metrics are sampled once per node (`verl_otel.hardware`) instead."""
+        if entry_point.name != "system_metrics":
+            super().load_instrumentor(entry_point, **kwargs)
+
 
 class VerlConfigurator:
     """Makes no provider: see the module. (The SDK's base class would load the SDK into every process.)"""

@@ -6,6 +6,7 @@ imports Ray or verl: what they know is read only where they are loaded already.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -19,6 +20,9 @@ from verl_otel.semconv import attributes as attr
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
+
+CHECKPOINT_FILE = ".verl-otel.json"
+"""Beside verl's checkpoints: the run and the attempt that have saved them."""
 
 LAUNCHER, TRAINER, WORKER, AGENT_LOOP = "launcher", "trainer", "worker", "agent_loop"
 ROLLOUT_SERVER, REWARD_WORKER, OTHER = "rollout_server", "reward_worker", "other"
@@ -44,17 +48,70 @@ _SERVICE_OF_ROLE = {
 }
 
 
+def role_of_class(name: str) -> str:
+    """The role of a process, by the class of the Ray actor that runs there."""
+    return next((role for pattern, role in _ROLE_OF_CLASS if pattern.search(name)), OTHER)
+
+
 def new_run_id() -> str:
     """A new run id: sortable by time, unique, legal in file names and URLs."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
 
 
+_made_here = ""
+
+
 def ensure_run_id() -> str:
     """The run id from the environment, made and put there if this process is the first of its run."""
+    global _made_here
     run_id = os.environ.get(config.RUN_ID, "").strip()
     if not run_id:
-        run_id = os.environ[config.RUN_ID] = new_run_id()
+        run_id = _made_here = os.environ[config.RUN_ID] = new_run_id()
     return run_id
+
+
+def continue_run(trainer_config: Any) -> None:
+    """Where verl is going to resume from a checkpoint, be the next attempt of the run that has saved it.
+
+    What the user has set, run id or attempt, stays.
+
+    Args:
+        trainer_config: verl's `config.trainer` (OmegaConf node or mapping).
+    """
+    folder = _resumed_folder(trainer_config)
+    if not folder:
+        return
+    try:
+        with open(os.path.join(folder, CHECKPOINT_FILE), encoding="utf-8") as file:
+            saved = json.load(file)
+        run_id, attempt = str(saved["run_id"]), int(saved["attempt"])
+    except (OSError, ValueError, TypeError, KeyError):  # a checkpoint of a run without us
+        return
+    current = os.environ.get(config.RUN_ID, "")
+    if current in ("", _made_here):
+        os.environ[config.RUN_ID] = current = run_id
+    if current == run_id and not os.environ.get(config.RUN_ATTEMPT):
+        os.environ[config.RUN_ATTEMPT] = str(attempt + 1)
+
+
+def remember_run(folder: str, run_id: str, attempt: int) -> None:
+    """Beside verl's checkpoints, say which run has saved them."""
+    path = os.path.join(folder, CHECKPOINT_FILE)
+    written = f"{path}.{os.getpid()}.tmp"
+    with open(written, "w", encoding="utf-8") as file:
+        json.dump({"run_id": run_id, "attempt": attempt}, file)
+    os.replace(written, path)
+
+
+def _resumed_folder(trainer_config: Any) -> str:
+    """The folder of the checkpoints from which verl will resume, by its own rules; empty if it will not."""
+    mode = trainer_config.get("resume_mode")
+    if mode == "resume_path":
+        return os.path.dirname(os.path.abspath(str(trainer_config.get("resume_from_path") or "")))
+    folder = str(trainer_config.get("default_local_dir") or "")
+    if mode == "auto" and folder and os.path.exists(os.path.join(folder, "latest_checkpointed_iteration.txt")):
+        return folder
+    return ""
 
 
 def in_ray_itself() -> bool:
@@ -118,7 +175,7 @@ class Identity:
         if not in_ray_worker():
             role = WORKER if "TORCHELASTIC_RUN_ID" in os.environ else LAUNCHER
         else:
-            role = next((role for pattern, role in _ROLE_OF_CLASS if pattern.search(class_name)), OTHER)
+            role = role_of_class(class_name)
         try:
             attempt = int(os.environ.get(config.RUN_ATTEMPT, "1"))
         except ValueError:
@@ -157,8 +214,12 @@ class Identity:
             attr.VERL_VERSION: _verl_version(),
         }
         ours.update({key: value for key, value in optional.items() if value})
-        # The SDK's own attributes and those of detectors, then ours, then what the user has set.
-        return Resource({**Resource.create().attributes, **ours, **OTELResourceDetector().detect().attributes})
+        # The SDK's own attributes and those of detectors, then ours, then what the user has set. That is the same in
+        # all processes of the run, so an instance id of theirs is only the beginning of ours.
+        users = dict(OTELResourceDetector().detect().attributes)
+        if users.get(attr.SERVICE_INSTANCE_ID):
+            users[attr.SERVICE_INSTANCE_ID] = f"{users[attr.SERVICE_INSTANCE_ID]}/{ours[attr.SERVICE_INSTANCE_ID]}"
+        return Resource({**Resource.create().attributes, **ours, **users})
 
 
 def _verl_version() -> str:

@@ -24,9 +24,13 @@ class VerlInstrumentor(BaseInstrumentor):
 
         Args:
             tracer_provider, meter_provider, logger_provider: providers to use instead of the global ones.
+            levels: module -> `off`, `basic` or `detailed`, as in `VERL_OTEL_LEVELS`.
+            rank_detail: `all`, `outliers`, `off` or a number, as in `VERL_OTEL_RANK_DETAIL`.
+            export_interval: seconds between two exports of metrics, as in `OTEL_METRIC_EXPORT_INTERVAL`.
         """
         if config.sdk_disabled():
             return
+        config.publish(kwargs.get("levels"), kwargs.get("rank_detail"), kwargs.get("export_interval"))
         if not identity.in_ray_itself():
             identity.ensure_run_id()
         telemetry.enable(

@@ -59,6 +59,7 @@ def _make() -> Telemetry | None:
                 from verl_otel.identity import Identity
 
                 _current = Telemetry(config.Settings.from_environ(), Identity.detect(), **_given)
+                _current.start()
             except Exception as error:
                 _enabled = False
                 border.warn_once(

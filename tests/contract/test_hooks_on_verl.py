@@ -25,7 +25,12 @@ SEAMS = {
     "verl.single_controller.ray.base": ["_bind_workers_method_to_parent"],
     "verl.utils.rollout_trace": ["rollout_trace_attr"],
     "verl.utils.ray_utils": ["auto_await"],
-    "verl.trainer.ppo.ray_trainer": ["RayPPOTrainer.fit", "RayPPOTrainer.init_workers", "RayPPOTrainer._validate"],
+    "verl.trainer.ppo.ray_trainer": [
+        *("RayPPOTrainer.fit", "RayPPOTrainer.init_workers", "RayPPOTrainer._validate", "compute_advantage")
+    ],
+    "verl.trainer.ppo.metric_utils": ["compute_data_metrics"],
+    "verl.workers.engine_workers": ["TrainingWorker._postprocess_output"],
+    "verl.workers.rollout.llm_server": ["LLMServerClient.generate"],
     "verl.trainer.ppo.v1.trainer_base": ["PPOTrainer.fit", "PPOTrainer.init", "PPOTrainer._validate"],
     "verl.experimental.reward_loop.reward_loop": ["RewardLoopWorker.compute_score"],
 }
@@ -89,7 +94,7 @@ def instrumented():
 def test_every_hook_fits_this_version_and_uninstrument_puts_every_name_back():
     before = seams()
     with instrumented():
-        assert hooks.status() == {hook.module: "installed" for hook in hooks.HOOKS}
+        assert hooks.status() == {hook.seam: "installed" for hook in hooks.HOOKS}
         replaced = seams()
         assert [seam for seam in before if replaced[seam] is before[seam]] == []
     after = seams()
@@ -141,7 +146,7 @@ def test_what_tracking_logs_becomes_metrics_and_one_step_event(tmp_path, monkeyp
         tracking = Tracking("project", "experiment", default_backend=["file"], config={"trainer": {"nnodes": 1}})
         tracking.log(data={k: v for k, v in data.items() if k != "note"}, step=7)
         tracking.log(data={"note": "text"}, step=8)
-        assert telemetry.current().recorder.drained(10)
+        assert telemetry.current().background.drained(10)
         (point,) = seen.points("verl.reward.mean")
         assert point.value == data["critic/score/mean"]
         assert dict(point.attributes) == {
@@ -166,11 +171,13 @@ def test_tracking_works_as_before_when_our_part_fails(monkeypatch, tmp_path, cap
         raise ValueError("ours")
 
     with instrumented() as seen:
-        monkeypatch.setattr(telemetry.current().recorder, "submit", broken)
+        monkeypatch.setattr(telemetry.current(), "log", broken)
         tracking = Tracking("project", "experiment", default_backend=["file"])
         tracking.log(data={"a/b": 1.5}, step=1)
         tracking.log(data={"a/b": 2.5}, step=2)
-        assert {p.attributes["site"]: p.value for p in seen.points("verl.otel.failures")} == {"Tracking.log": 2}
+        assert {p.attributes["verl.otel.site"]: p.value for p in seen.points("verl.otel.failures")} == {
+            "Tracking.log": 2
+        }
     (written,) = tmp_path.rglob("*.jsonl")
     assert len(written.read_text().splitlines()) == 2
     assert [r.message for r in caplog.records if r.name == "verl_otel"].count(
@@ -244,7 +251,7 @@ def test_a_hook_that_does_not_fit_is_off_and_says_so_and_the_others_work(monkeyp
 
     monkeypatch.delattr(tracking, "Tracking")
     with instrumented() as seen:
-        assert hooks.status()["verl.utils.tracking"].startswith("AttributeError")
+        assert hooks.status()["tracking on verl.utils.tracking"].startswith("AttributeError")
         time_one_stage("adv")
     assert [span.name for span in seen.spans] == ["verl.advantage"]
     assert sum("that part of the telemetry is off" in r.message for r in caplog.records) == 1

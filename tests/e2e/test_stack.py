@@ -40,7 +40,8 @@ def jaeger(stack, ppo_run):
         spans = []
         services = get(stack.url("jaeger") + "/api/services")["data"]
         for trace in get(stack.url("jaeger") + "/api/traces?service=verl-trainer&limit=100&lookback=2h")["data"]:
-            spans += [_span(span, trace["processes"]) for span in trace["spans"]]
+            found = [_span(span, trace["processes"]) for span in trace["spans"]]
+            spans += [span for span in found if span.resource["verl.run.id"] == "ppo-run"]
         complete = len([s for s in spans if s.name == "verl.step"]) == 3 and "verl-launcher" in services
         return spans if complete and any(s.name == "verl.run" for s in spans) else None
 
@@ -98,13 +99,14 @@ def prometheus(stack, query):
 
 def test_prometheus_has_the_contract_names_with_the_three_labels(stack, ppo_run):
     values = ppo_run.printed()[3]
-    for name, key, labels in (
-        ("verl_training_step", "training/global_step", {"stage": "step", "model_type": "none"}),
-        ("verl_reward_mean", "critic/score/mean", {"stage": "reward", "model_type": "reward"}),
-        ('verl_kl_divergence{verl_kl_type="loss"}', "actor/kl_loss", {"stage": "update", "model_type": "actor"}),
-        ('verl_grad_norm{model_type="critic"}', "critic/grad_norm", {"stage": "update", "model_type": "critic"}),
+    for name, more, key, labels in (
+        ("verl_training_step", "", "training/global_step", {"stage": "step", "model_type": "none"}),
+        ("verl_reward_mean", "", "critic/score/mean", {"stage": "reward", "model_type": "reward"}),
+        ("verl_kl_divergence", 'verl_kl_type="loss"', "actor/kl_loss", {"stage": "update", "model_type": "actor"}),
+        ("verl_grad_norm", 'model_type="critic"', "critic/grad_norm", {"stage": "update", "model_type": "critic"}),
     ):
-        (series,) = eventually(lambda name=name: prometheus(stack, name))
+        query = f'{name}{{verl_run_id="ppo-run",rank="all",{more}}}'
+        (series,) = eventually(lambda query=query: prometheus(stack, query))
         labels = {**labels, "rank": "all", "verl_key": key, "verl_run_id": "ppo-run", "verl_run_attempt": "1"}
         assert {label: series["metric"].get(label) for label in labels} == labels
         assert series["metric"]["verl_experiment_name"] == "ppo" and series["metric"]["verl_project_name"] == "alpha"
@@ -112,27 +114,28 @@ def test_prometheus_has_the_contract_names_with_the_three_labels(stack, ppo_run)
 
 
 def test_every_series_of_ours_carries_rank_stage_and_model_type(stack, ppo_run):
-    series = prometheus(stack, '{__name__=~"verl_.+",__name__!~"verl_otel_.+"}')
+    series = prometheus(stack, '{__name__=~"verl_.+",__name__!~"verl_otel_.+",verl_run_id="ppo-run"}')
     bare = [s["metric"] for s in series if not {"rank", "stage", "model_type"} <= s["metric"].keys()]
     assert len(series) > 150 and bare == []
 
 
 def test_each_key_that_verl_printed_is_one_series(stack, ppo_run):
     keys = {key for values in ppo_run.printed().values() for key in values}
-    counted = {
-        s["metric"]["verl_key"]: float(s["value"][1]) for s in prometheus(stack, "count by (verl_key) ({verl_key!=''})")
-    }
+    query = """count by (verl_key) ({verl_run_id='ppo-run',verl_key!='',rank='all',__name__!~'.+_total'})"""
+    counted = {s["metric"]["verl_key"]: float(s["value"][1]) for s in prometheus(stack, query)}
     skipped = {key for key in keys if not math.isfinite(ppo_run.printed().get(3, {}).get(key, 0.0))}
     assert {key: counted.get(key) for key in keys - skipped} == dict.fromkeys(keys - skipped, 1.0)
 
 
 def test_ranks_have_durations_with_exemplars_that_lead_to_the_trace(stack, ppo_run, jaeger):
-    durations = prometheus(stack, 'verl_worker_duration_seconds_count{verl_worker_method="update_actor"}')
+    durations = prometheus(
+        stack, 'verl_worker_duration_seconds_count{verl_run_id="ppo-run",verl_worker_method="update_actor"}'
+    )
     assert {(s["metric"]["rank"], s["metric"]["stage"], s["value"][1]) for s in durations} == {
         ("0", "update", "3"),
         ("1", "update", "3"),
     }
-    stages = prometheus(stack, 'verl_stage_duration_seconds_count{verl_timer="update_actor"}')
+    stages = prometheus(stack, 'verl_stage_duration_seconds_count{verl_run_id="ppo-run",verl_timer="update_actor"}')
     assert [s["value"][1] for s in stages] == ["3"]
     now = time.time()
     exemplars = get(
@@ -166,7 +169,8 @@ def test_the_mlflow_run_has_every_step_of_every_key_with_the_printed_values_once
     assert run.data.params["algorithm.adv_estimator"] == "gae"
     printed = ppo_run.printed()
     keys = {key for values in printed.values() for key in values}
-    assert set(run.data.metrics) == {metric_name(key) for key in keys}
+    ours = {name for name in run.data.metrics if name.startswith("verl.")}
+    assert set(run.data.metrics) - ours == {metric_name(key) for key in keys}
     for key in keys:
         history = client.get_metric_history(run.info.run_id, metric_name(key))
         wanted = [(step, values[key]) for step, values in sorted(printed.items()) if key in values]
@@ -224,8 +228,8 @@ def test_verls_own_loggers_wrote_what_our_step_events_say(ppo_run, mlflow_run):
 
     own = MlflowClient(f"sqlite:///{ppo_run.folder}/own-mlflow.db")
     (own_run,) = own.search_runs([own.get_experiment_by_name("alpha").experiment_id])
-    assert set(own_run.data.metrics) == set(run.data.metrics)
-    assert own_run.data.metrics == pytest.approx(run.data.metrics, rel=1e-15, nan_ok=True)
+    verls = {name: value for name, value in run.data.metrics.items() if not name.startswith("verl.")}
+    assert own_run.data.metrics == pytest.approx(verls, rel=1e-15, nan_ok=True)
 
 
 def test_the_queues_are_empty_and_nothing_was_refused(stack, ppo_run):

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import threading
 
 import pytest
 from hypothesis import settings
@@ -14,8 +15,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from verl_otel import background as background_module
 from verl_otel import border
 from verl_otel.assembly import Telemetry
+from verl_otel.background import Background
 from verl_otel.config import Settings
 from verl_otel.identity import Identity
 from verl_otel.tracing.ids import DerivedIdGenerator
@@ -51,6 +54,22 @@ def clean_process(monkeypatch):
     border._counts.clear()
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Background threads look at what is pending often, and sleep when the test is over."""
+    made, original = [], Background.__init__
+
+    def __init__(self, *args):
+        original(self, *args)
+        made.append(self)
+
+    monkeypatch.setattr(Background, "__init__", __init__)
+    monkeypatch.setattr(background_module, "INTERVAL", 0.002)
+    yield
+    for background in made:
+        background._pending.append((threading.Event().wait, ()))
+
+
 class Memory:
     """Tracer, meter and logger of the real SDK, and what they exported."""
 
@@ -67,7 +86,7 @@ class Memory:
         self.tracer = self.tracer_provider.get_tracer("test")
         self.meter = self.meter_provider.get_meter("test")
         self.logger = self.logger_provider.get_logger("test")
-        self._recorders = []
+        self._backgrounds = []
 
     def process(self, role="trainer", run=None, **identity):
         """The telemetry of a process of the run `run-1` on this pipeline.
@@ -90,12 +109,12 @@ class Memory:
         )
         environ.undo()
         atexit.unregister(made._at_exit)
-        self._recorders.append(made.recorder)
+        self._backgrounds.append(made.background)
         return made
 
     def settle(self):
         """Wait for what is recorded in the background."""
-        assert all(recorder.drained(30) for recorder in self._recorders)
+        assert all(background.drained(30) for background in self._backgrounds)
 
     @property
     def spans(self):

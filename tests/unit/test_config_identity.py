@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry import _logs, metrics, trace
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
 
 from verl_otel import border, config, identity
-from verl_otel.config import Settings, number
-from verl_otel.export import providers
+from verl_otel.config import Levels, RankDetail, Settings, number
+from verl_otel.export import otlp, providers
 from verl_otel.export.files import FileLogExporter, FileMetricExporter, FileSpanExporter
 from verl_otel.identity import Identity
 
@@ -29,7 +29,9 @@ def warnings_of(caplog):
 
 def test_without_variables_the_settings_are_the_defaults(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert Settings.from_environ({}) == Settings(str(tmp_path / "verl-otel"), 4, 5.0, frozenset())
+    assert Settings.from_environ({}) == Settings(
+        str(tmp_path / "verl-otel"), 4, 5.0, Levels({}), RankDetail(), 500, frozenset()
+    )
 
 
 def test_settings_are_read_from_the_variables(tmp_path):
@@ -38,10 +40,79 @@ def test_settings_are_read_from_the_variables(tmp_path):
             "VERL_OTEL_FOLDER": str(tmp_path),
             "VERL_OTEL_TRAJECTORIES": " 9 ",
             "VERL_OTEL_EXIT_TIMEOUT": "0.5",
+            "VERL_OTEL_LEVELS": "rollout=basic, reward = off,,*=detailed",
+            "VERL_OTEL_RANK_DETAIL": "10",
+            "VERL_OTEL_UNKNOWN_KEYS": "7",
             "VERL_OTEL_DISABLED_HOOKS": "timer, tracking,,",
         }
     )
-    assert found == Settings(str(tmp_path), 9, 0.5, frozenset({"timer", "tracking"}))
+    levels = Levels({"rollout": "basic", "reward": "off", "*": "detailed"})
+    assert found == Settings(str(tmp_path), 9, 0.5, levels, RankDetail(every=10), 7, frozenset({"timer", "tracking"}))
+
+
+@pytest.mark.parametrize(
+    ("text", "module", "wanted"),
+    [
+        ("", "rollout", {"basic", "detailed"}),
+        ("rollout=basic", "rollout", {"basic"}),
+        ("rollout=basic", "reward", {"basic", "detailed"}),
+        ("rollout=off", "rollout", set()),
+        ("*=off,rollout=basic", "rollout", {"basic"}),
+        ("*=off,rollout=basic", "actor", set()),
+        ("*=off,rollout=basic", "telemetry", {"basic", "detailed"}),
+        ("telemetry=off", "telemetry", set()),
+        ("rollout=loud,actor", "rollout", {"basic", "detailed"}),  # not readable: as if it were not there
+    ],
+)
+def test_a_level_says_what_of_a_module_is_recorded(text, module, wanted):
+    levels = Levels.parse(text)
+    assert {level for level in ("basic", "detailed") if levels.wants(module, level)} == wanted
+
+
+def test_a_level_that_cannot_be_read_is_reported_once(caplog):
+    for _ in range(3):
+        Levels.parse("rollout=loud,actor=basic")
+    assert len(warnings_of(caplog)) == 1
+    assert "'rollout=loud'" in warnings_of(caplog)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("", {0, 1, 2, 3, 4, None}),
+        ("all", {0, 1, 2, 3, 4, None}),
+        ("off", set()),
+        ("outliers", set()),
+        ("2", {0, 2, 4, None}),
+    ],
+)
+def test_the_detail_of_ranks_is_shown_at_some_steps(text, shown):
+    detail = RankDetail.parse(text)
+    assert {step for step in (0, 1, 2, 3, 4, None) if detail.at(step)} == shown
+    assert RankDetail.parse(str(detail)) == detail
+
+
+def test_a_detail_of_ranks_that_cannot_be_read_is_reported_and_all_used(caplog):
+    assert RankDetail.parse("some") == RankDetail()
+    assert "VERL_OTEL_RANK_DETAIL='some'" in warnings_of(caplog)[0]
+
+
+def test_the_effective_configuration_holds_no_secret():
+    secret = "hunter2"
+    environ = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": f"https://user:{secret}@collector.example:4318/{secret}?token={secret}",
+        "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{secret}",
+        "OTEL_EXPORTER_OTLP_CLIENT_KEY": f"/{secret}.pem",
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"http://[{secret}",
+        "VERL_OTEL_LEVELS": "rollout=basic",
+        "OTEL_METRIC_EXPORT_INTERVAL": "2000",
+    }
+    found = Settings.from_environ(environ).effective(environ)
+    assert secret not in str(found)
+    assert found["OTEL_EXPORTER_OTLP_ENDPOINT"] == "https://collector.example:4318"
+    assert found["VERL_OTEL_LEVELS"] == "rollout=basic"
+    assert found["OTEL_METRIC_EXPORT_INTERVAL"] == "2000"
+    assert found["VERL_OTEL_RANK_DETAIL"] == "all"
 
 
 def test_the_environment_is_read_when_it_is_asked_for(monkeypatch):
@@ -233,7 +304,7 @@ def test_none_means_none(signal, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
     monkeypatch.setenv(f"OTEL_{signal.upper()}_EXPORTER", "none")
     assert providers.exporter_names(signal) == []
-    assert providers._exporters(signal) == []
+    assert providers._exporters(signal, Resource({})) == []
 
 
 def test_exporters_that_are_asked_for_are_used_as_named(monkeypatch):
@@ -262,21 +333,25 @@ def test_the_protocol_chooses_the_otlp_exporter(monkeypatch, variables, expected
 
 
 def test_the_exporters_are_the_installed_ones(monkeypatch):
-    assert [type(providers._exporters(signal)[0]) for signal in SIGNALS] == [
+    assert [type(providers._exporters(signal, Resource({}))[0]) for signal in SIGNALS] == [
         FileSpanExporter,
         FileMetricExporter,
         FileLogExporter,
     ]
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:4318")
-    (exporter,) = providers._exporters("traces")
-    assert type(exporter) is OTLPSpanExporter
-    exporter.shutdown()
+    monkeypatch.setattr(otlp, "_outbox", None)
+    assert [type(providers._exporters(signal, Resource({}))[0]) for signal in SIGNALS] == [
+        otlp.OtlpSpanExporter,
+        otlp.OtlpMetricExporter,
+        otlp.OtlpLogExporter,
+    ]
+    otlp.close(0)
 
 
 def test_an_exporter_that_is_not_installed_is_one_warning_with_what_to_do(monkeypatch, caplog):
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "no_such,verl_otel_file")
     for _ in range(3):
-        assert [type(exporter) for exporter in providers._exporters("traces")] == [FileSpanExporter]
+        assert [type(exporter) for exporter in providers._exporters("traces", Resource({}))] == [FileSpanExporter]
     (message,) = warnings_of(caplog)
     assert "pip install opentelemetry-exporter-no-such" in message
     assert "OTEL_TRACES_EXPORTER" in message
@@ -286,7 +361,7 @@ def test_an_exporter_that_cannot_be_made_is_one_warning(monkeypatch, caplog):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:4318")
     monkeypatch.setenv("OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER", "no_such")
     for _ in range(3):
-        assert providers._exporters("traces") == []
+        assert providers._exporters("traces", Resource({})) == []
     (message,) = warnings_of(caplog)
     assert "cannot be made" in message and "OTEL_EXPORTER_" in message
 
@@ -331,3 +406,58 @@ def test_what_providers_of_ours_export_is_recorded(monkeypatch, tmp_path):
     provider.shutdown()
     (span,) = reader.load(tmp_path / "run-1").spans
     assert (span.name, span.resource["verl.run.id"]) == ("a", "run-1")
+
+
+# ---- a run that goes on from a checkpoint
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """verl's folder of checkpoints, with one of attempt 3 of a run."""
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    identity.remember_run(str(tmp_path), "run-a", 3)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("settings", "environ", "expected"),
+    [
+        ({"resume_mode": "auto"}, {}, ("run-a", "4")),
+        ({"resume_mode": "disable"}, {}, (None, None)),
+        ({"resume_mode": "auto"}, {"VERL_OTEL_RUN_ID": "mine"}, ("mine", None)),
+        ({"resume_mode": "auto"}, {"VERL_OTEL_RUN_ID": "run-a"}, ("run-a", "4")),
+        ({"resume_mode": "auto"}, {"VERL_OTEL_RUN_ATTEMPT": "9"}, ("run-a", "9")),
+    ],
+)
+def test_a_run_that_resumes_is_the_next_attempt_of_the_run_that_saved(
+    checkpoints, monkeypatch, settings, environ, expected
+):
+    for name in ("VERL_OTEL_RUN_ID", "VERL_OTEL_RUN_ATTEMPT"):
+        monkeypatch.setenv(name, "")  # so that what is set below is put back
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    identity.continue_run({**settings, "default_local_dir": str(checkpoints)})
+    assert (os.environ.get("VERL_OTEL_RUN_ID"), os.environ.get("VERL_OTEL_RUN_ATTEMPT")) == expected
+
+
+def test_a_run_resumes_from_the_path_that_it_is_told(checkpoints, monkeypatch):
+    monkeypatch.setenv("VERL_OTEL_RUN_ID", "")
+    monkeypatch.setenv("VERL_OTEL_RUN_ATTEMPT", "")
+    told = {"resume_mode": "resume_path", "resume_from_path": str(checkpoints / "global_step_7")}
+    identity.continue_run({**told, "default_local_dir": "elsewhere"})
+    assert os.environ["VERL_OTEL_RUN_ID"] == "run-a"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"run_id": "x"}', '{"run_id": "x", "attempt": "many"}'])
+def test_what_cannot_be_read_beside_the_checkpoints_is_as_if_it_were_not_there(checkpoints, monkeypatch, content):
+    monkeypatch.setenv("VERL_OTEL_RUN_ID", "mine")
+    (checkpoints / ".verl-otel.json").write_text(content)
+    identity.continue_run({"resume_mode": "auto", "default_local_dir": str(checkpoints)})
+    assert os.environ["VERL_OTEL_RUN_ID"] == "mine"
+
+
+def test_without_a_checkpoint_nothing_is_continued(tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_OTEL_RUN_ID", "")
+    identity.continue_run({"resume_mode": "auto", "default_local_dir": str(tmp_path)})
+    assert os.environ["VERL_OTEL_RUN_ID"] == ""

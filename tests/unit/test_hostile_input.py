@@ -140,10 +140,12 @@ def test_a_generators_throw_and_close_reach_it_in_its_context():
     assert seen == [("thrown", "update"), ("closed", "update")]
 
 
-def test_the_users_instance_id_wins(monkeypatch):
+def test_the_users_attributes_win_but_each_process_is_an_instance_of_its_own(monkeypatch):
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.instance.id=mine,verl.run.id=theirs")
-    attributes = Identity("run", 1, "trainer").resource().attributes
-    assert (attributes["service.instance.id"], attributes["verl.run.id"]) == ("mine", "theirs")
+    found = [Identity("run", 1, "trainer").resource().attributes for _ in range(2)]
+    assert found[0]["verl.run.id"] == "theirs"
+    assert all(str(attributes["service.instance.id"]).startswith("mine/") for attributes in found)
+    assert found[0]["service.instance.id"] != found[1]["service.instance.id"]
 
 
 # ---- files, reader, page

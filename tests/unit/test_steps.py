@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
 from verl_otel import border
-from verl_otel.semconv.metrics import DURATION_BUCKETS
+from verl_otel.semconv.metrics import STAGE_DURATION
 from verl_otel.tracing import ids
 
 # What verl's legacy PPO trainer times in one step, in its order.
@@ -313,7 +313,7 @@ def test_each_stage_is_recorded_in_the_histogram_of_durations(loop, memory):
         "model_type": "actor",
         "verl.timer": "update_actor",
     }
-    assert tuple(points["gen"].explicit_bounds) == DURATION_BUCKETS
+    assert tuple(points["gen"].explicit_bounds) == STAGE_DURATION.boundaries
 
 
 def test_the_duration_is_that_of_the_span_in_seconds(loop, memory):
@@ -329,7 +329,7 @@ def test_the_duration_is_that_of_the_span_in_seconds(loop, memory):
 
 def test_a_span_ends_when_its_stage_ends_even_while_the_recorder_is_busy(memory):
     process, gate = memory.process(), threading.Event()
-    process.recorder.defer(gate.wait, 60)
+    process.background.defer(gate.wait, 60)
     started = time.perf_counter()
     process.steps.leave(process.steps.enter("gen"))
     call = process.workers.enter(None, "update_actor")

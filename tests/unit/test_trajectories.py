@@ -3,6 +3,7 @@
 import contextlib
 
 import pytest
+from opentelemetry import baggage
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
@@ -36,7 +37,7 @@ def inside(t, opened):
 
 
 def dropped(memory):
-    return memory.values("verl.otel.dropped", "reason")
+    return memory.values("verl.otel.dropped", "verl.otel.reason")
 
 
 def test_a_trajectory_and_its_parts_are_one_branch(memory):
@@ -172,8 +173,7 @@ def test_the_trajectories_of_a_validation_have_a_cap_of_their_own(memory):
 
 def test_with_a_cap_of_zero_none_is_recorded(memory):
     t = make(memory, per_step=0)
-    with inside(t, t.enter(5, 0, 0, False)) as opened:
-        assert opened is None
+    with inside(t, t.enter(5, 0, 0, False)):
         assert t.enter_part("generate_sequences") is None
     assert memory.spans == []
     assert dropped(memory) == {("trajectory_cap",): 1}
@@ -194,8 +194,26 @@ def test_the_spans_of_one_trajectory_are_capped_and_counted(memory, monkeypatch)
 def test_the_bookkeeping_of_the_cap_does_not_grow_with_the_steps(memory):
     t = make(memory, per_step=0)
     for step in range(500):
-        t.enter(step, 0, 0, False)
+        with inside(t, t.enter(step, 0, 0, False)):
+            pass
     assert len(t._started) <= 64
+
+
+@pytest.mark.parametrize("per_step", [0, 1])
+def test_what_happens_in_a_trajectory_knows_its_step_and_stage_whether_it_is_recorded_or_not(memory, per_step):
+    t = make(memory, per_step)
+    for validate, stage in ((False, "rollout"), (True, "validation")):
+        with inside(t, t.enter(5, 0, 0, validate)):
+            assert baggage.get_baggage("stage") == stage
+            assert baggage.get_baggage("verl.step.number") == "5"
+
+
+def test_below_a_trajectory_that_is_not_recorded_no_score_is(new_memory):
+    agent, reward = new_memory(), new_memory()
+    asking, answering = make(agent, per_step=0), make(reward)
+    with inside(asking, asking.enter(5, 0, 0, False)), inside(answering, answering.enter_score()):
+        pass
+    assert reward.spans == []
 
 
 def test_outside_a_trajectory_there_are_no_parts(memory):

@@ -9,7 +9,7 @@ from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, StatusCode
 
-from verl_otel.semconv.metrics import DURATION_BUCKETS
+from verl_otel.semconv.metrics import STAGE_DURATION
 from verl_otel.tracing import workers
 
 
@@ -209,7 +209,7 @@ def test_the_duration_of_a_call_is_recorded_by_rank_and_method(memory, made):
         "model_type": "none",
         "verl.worker.method": "update_actor",
     }
-    assert tuple(points[0].explicit_bounds) == DURATION_BUCKETS
+    assert tuple(points[0].explicit_bounds) == STAGE_DURATION.boundaries
 
 
 def test_a_worker_that_cannot_be_read_is_called_all_the_same(memory, made):

@@ -12,7 +12,11 @@ import wrapt
 
 from verl_otel import border
 from verl_otel.hooks import (
+    advantage,
     auto_await,
+    data_metrics,
+    engine,
+    llm_client,
     process,
     ray_actors,
     ray_init,
@@ -35,6 +39,11 @@ class Hook:
     module: str
     install: Callable[[ModuleType, Patches], None]
 
+    @property
+    def seam(self) -> str:
+        """Name and module: a hook can be on several modules, and a module have several hooks."""
+        return f"{self.name} on {self.module}"
+
 
 HOOKS = (
     Hook("process", "verl", process.install),
@@ -48,6 +57,11 @@ HOOKS = (
     Hook("auto_await", "verl.utils.ray_utils", auto_await.install),
     Hook("trainer", "verl.trainer.ppo.ray_trainer", trainer.install_legacy),
     Hook("trainer", "verl.trainer.ppo.v1.trainer_base", trainer.install_v1),
+    Hook("data_metrics", "verl.trainer.ppo.metric_utils", data_metrics.install),
+    Hook("advantage", "verl.trainer.ppo.ray_trainer", advantage.install),
+    Hook("engine", "verl.workers.engine_workers", engine.install),
+    Hook("llm_client", "verl.workers.rollout.llm_server", llm_client.install),
+    Hook("llm_client", "verl.experimental.agent_loop.agent_loop", llm_client.install_before_0_8),
     Hook("reward_loop", "verl.experimental.reward_loop.reward_loop", reward_loop.install),
 )
 
@@ -75,19 +89,19 @@ def uninstall() -> None:
 
 
 def status() -> dict[str, str]:
-    """What became of each hook in this process: `module name -> "installed"` or the reason why not."""
+    """What became of each hook in this process: `seam -> "installed"` or the reason why not."""
     return dict(_installed)
 
 
 def _apply(hook: Hook) -> Callable[[ModuleType], None]:
     def apply(module: ModuleType) -> None:
-        if not _active or hook.module in _installed:
+        if not _active or hook.seam in _installed:
             return
         try:
             hook.install(module, _patches)
-            _installed[hook.module] = "installed"
+            _installed[hook.seam] = "installed"
         except Exception as error:
-            _installed[hook.module] = f"{type(error).__name__}: {error}"
+            _installed[hook.seam] = f"{type(error).__name__}: {error}"
             border.warn_once(
                 f"hook {hook.module}",
                 "this version of %s does not have what the hook %r needs (%s: %s); that part of the telemetry is off",

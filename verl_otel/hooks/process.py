@@ -18,4 +18,4 @@ def install(module: ModuleType, patches: Patches) -> None:
     t = telemetry.current()
     if t is not None:
         labels = {attr.RANK: t.identity.worker_index, attr.STAGE: "other", attr.MODEL_TYPE: "none"}
-        t.gauges.set(*names.PROCESS_START_TIME, labels, time.time())
+        t.instruments.set(names.PROCESS_START_TIME, labels, time.time())

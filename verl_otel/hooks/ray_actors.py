@@ -2,22 +2,33 @@
 
 A call gets the carrier only if the method on the other side takes it: methods that verl binds to `WorkerDict` travel by
 value with our wrapper in them; a class that travels by reference is wrapped only where its process is instrumented too,
-so that process is asked once, without waiting. The actors that this process makes are kept (weakly), for `flush_actors`
-at the end of training: Ray ends them without running their exit handlers.
+so that process is asked once, without waiting. The actors that this process makes are kept (weakly): they are asked for
+what users have logged there, and to flush at the end of training, since Ray ends them without running exit handlers.
+Behind each call of a rank for a stage the rank is asked for its own values (`verl_otel.metrics.ranks`).
 """
 
 import functools
 import inspect
+import re
 import sys
+import time
 import weakref
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
+from opentelemetry.trace import get_current_span
+
 from verl_otel import border, telemetry
 from verl_otel.hooks.patches import Patches
+from verl_otel.identity import AGENT_LOOP, LAUNCHER, REWARD_WORKER, TRAINER, role_of_class
+from verl_otel.metrics.ranks import Called
 from verl_otel.tracing import propagation
 
 _children: weakref.WeakSet[Any] = weakref.WeakSet()
+_ranks: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""Of these, the ranks of worker groups, and which rank: from the environment that verl gives them."""
+
 _asked: dict[str, Any] = {}
 """Actor id -> the names of its methods that take a carrier, or the reference to the answer."""
 
@@ -35,6 +46,9 @@ def _wrap_creation(actor_class: Any, patches: Patches) -> None:
         handle = original(self, *args, **kwargs)
         try:
             _children.add(handle)
+            rank = ((kwargs.get("runtime_env") or {}).get("env_vars") or {}).get("RANK")
+            if rank is not None:
+                _ranks[handle] = str(rank)
         except Exception:
             border.caught("remembering an actor")
         return handle
@@ -47,17 +61,115 @@ def _wrap_calls(actor_method: Any, patches: Patches) -> None:
 
     @functools.wraps(original)
     def _remote(self: Any, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
+        called = None
         try:
             kind = propagation.carrier_kind(_signature(self))
             if kind and telemetry.peek() is not None and (kind == propagation.BY_VALUE or _takes_carrier(self)):
                 carrier = propagation.inject()
                 if carrier:
                     kwargs = {**(kwargs or {}), propagation.CARRIER: carrier}
+                    called = None if _is_plumbing(self._method_name) else (_actor_of(self), kind)
         except Exception:
             border.caught("passing the trace context to an actor")
-        return original(self, args, kwargs, *more, **options)
+        result = original(self, args, kwargs, *more, **options)
+        if called is not None:
+            _will_report(*called, self._method_name)
+        return result
 
     patches.set(actor_method, "_remote", _remote)
+
+
+def _is_plumbing(method: str) -> bool:
+    """`_query_...`, or `<role>__query_...` of a fused worker: calls without a span."""
+    return method.startswith("_") or "__" in method
+
+
+_ROLE = re.compile(r"(?:actor_rollout_ref|actor_rollout|actor|critic|ref|rollout|rm|teacher)_(?=.)")
+"""What verl puts before the name of a method of a fused worker."""
+
+
+def _will_report(actor: Any, kind: str, method: str) -> None:
+    try:
+        t = telemetry.peek()
+        if t is not None and t.identity.role in (TRAINER, LAUNCHER):
+            stage = get_current_span().get_span_context().span_id
+            method = _ROLE.sub("", method, count=1) if kind == propagation.BY_VALUE else method
+            call = Called(_ranks.get(actor, "?"), method, time.time_ns())
+            t.ranks.called(stage, actor._ray_actor_id, call, functools.partial(Answers.of, [actor], _report, stage))
+    except Exception:
+        border.caught("asking a rank for its values")
+
+
+class Answers:
+    """What actors were asked for (`verl_otel.metrics.step_values.Answers`)."""
+
+    def __init__(self, references: list[Any]) -> None:
+        self._references = references
+        self._dead = False
+
+    @classmethod
+    def of(cls, actors: Iterable[Any], function: Callable[..., Any], *arguments: Any) -> "Answers":
+        """Have each actor call `function(actor, *arguments)`, behind what it was called for before."""
+        references = []
+        for actor in actors:
+            try:
+                references.append(actor.__ray_call__.remote(function, *arguments))
+            except Exception:  # the actor is gone
+                border.caught("asking an actor")
+        return cls(references)
+
+    def ready(self) -> bool:
+        if not self._references:
+            return True
+        _, missing = sys.modules["ray"].wait(self._references, num_returns=len(self._references), timeout=0)
+        return not missing
+
+    def get(self) -> list[Any]:
+        if not self._references:
+            return []
+        ray = sys.modules["ray"]
+        answered, self._references = ray.wait(self._references, num_returns=len(self._references), timeout=0)
+        found = []
+        for reference in answered:
+            try:
+                answer = ray.get(reference)
+            except ray.exceptions.RayActorError:
+                self._dead = True
+                continue
+            except Exception:  # the process does not have this package
+                continue
+            if answer is not None:
+                found.append(answer)
+        return found
+
+    def dead(self) -> bool:
+        return self._dead
+
+
+def _report(actor: Any, stage: int) -> Any:
+    """Runs in the rank's process."""
+    t = telemetry.peek()
+    return None if t is None else t.report(stage)
+
+
+def ask_for_values() -> Answers | None:
+    """Ask the agent-loop and reward workers of this run for what users have logged there."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    return Answers.of([actor for actor in list(_children) if _logs_of_users(actor)], _logged)
+
+
+def _logs_of_users(actor: Any) -> bool:
+    """Ranks are asked with their stages; of the others, those in which users' code runs."""
+    name = actor._ray_actor_creation_function_descriptor.class_name
+    return role_of_class(name) in {AGENT_LOOP, REWARD_WORKER}
+
+
+def _logged(actor: Any) -> Any:
+    """Runs in the actor's process."""
+    t = telemetry.peek()
+    return None if t is None else t.user.take()
 
 
 def _actor_of(method: Any) -> Any:
@@ -104,12 +216,7 @@ def flush_actors(timeout: float) -> None:
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return
-    calls = []
-    for actor in list(_children):
-        try:
-            calls.append(actor.__ray_call__.remote(_flush, timeout))
-        except Exception:
-            border.caught("asking an actor to flush")
+    calls = Answers.of(list(_children), _flush, timeout)._references
     if calls:
         ray.wait(calls, num_returns=len(calls), timeout=timeout)
 

@@ -51,6 +51,7 @@ def _telemetry_of_launcher(caller: FrameType | None) -> Telemetry | None:
     trainer = getattr(config_of_run, "trainer", None)
     if trainer is not None and hasattr(trainer, "get"):
         identity.name_run(trainer)
+        identity.continue_run(trainer)
     t = telemetry.current()
     if t is not None:
         t.start_run()

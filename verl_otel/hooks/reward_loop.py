@@ -22,6 +22,7 @@ def install(module: ModuleType, patches: Patches) -> None:
         t = telemetry.current()
         if t is None:
             return await original(self, *args, **kwargs)
+        propagation.into_threads()
         with closing(t.trajectories.leave, t.trajectories.enter_score()):
             return await original(self, *args, **kwargs)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_otel import telemetry
 from verl_otel.hooks.patches import Patches
+from verl_otel.tracing import propagation
 
 if TYPE_CHECKING:
     from verl_otel.assembly import Telemetry
@@ -44,6 +45,7 @@ class _TrajectoryContext:
         self._opened: Any = None
 
     def __enter__(self) -> Any:
+        propagation.into_threads()
         get = self._arguments.get
         self._opened = self._telemetry.trajectories.enter(
             get("step"), get("sample_index"), get("rollout_n"), get("validate", False)

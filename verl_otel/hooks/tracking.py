@@ -9,14 +9,13 @@ import functools
 import inspect
 import subprocess
 import threading
-import time
 from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from verl_otel import border, telemetry
+from verl_otel import config as config_module
 from verl_otel.hooks.patches import Patches
-from verl_otel.metrics.recorder import Logged
 
 if TYPE_CHECKING:
     from verl_otel.assembly import Telemetry
@@ -104,7 +103,7 @@ def _wrap_log(tracking: Any, patches: Patches) -> None:
         try:
             t = telemetry.current()
             if t is not None:
-                t.recorder.submit(Logged(dict(data), step, time.time_ns(), t.steps.current_context()))
+                t.log(dict(data), step)
         except Exception:
             border.caught("Tracking.log")
         return original(self, data, step, *args, **kwargs)
@@ -144,7 +143,9 @@ def parameters(config: Any) -> dict[str, Any]:
         node = config
         for part in name.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None
-        if isinstance(node, str | int | float | bool):
+        if isinstance(node, str):
+            found[name] = config_module.without_credentials(node)
+        elif isinstance(node, int | float | bool):
             found[name] = node
     return found
 

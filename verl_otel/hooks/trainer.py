@@ -1,7 +1,8 @@
 """The trainer classes: `RayPPOTrainer` (verl 0.6.1 to 0.9.1) and the V1 `PPOTrainer` (0.9.0 on).
 
 From `init`/`init_workers` the set-up phase, from `_validate` the validation before training (verl times only the later
-ones), from `fit` the number of the step, the end of the run and the last flush.
+ones), from `_save_checkpoint` that the run can be resumed, from `fit` the number of the step, the end of the run and
+the last flush.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from verl_otel import border, telemetry
 from verl_otel.hooks import ray_actors
 from verl_otel.hooks.closing import closing
 from verl_otel.hooks.patches import Patches
+from verl_otel.identity import remember_run
 
 if TYPE_CHECKING:
     from verl_otel.assembly import Telemetry
@@ -25,6 +27,7 @@ def install_legacy(module: ModuleType, patches: Patches) -> None:
     trainer = module.RayPPOTrainer
     _wrap_setup(trainer, "init_workers", patches)
     _wrap_validate(trainer, patches)
+    _wrap_save(trainer, patches)
     _wrap_fit(trainer, patches, waits_for_rollout=False)
 
 
@@ -32,6 +35,7 @@ def install_v1(module: ModuleType, patches: Patches) -> None:
     trainer = module.PPOTrainer
     _wrap_setup(trainer, "init", patches)
     _wrap_validate(trainer, patches)
+    _wrap_save(trainer, patches)
     _wrap_fit(trainer, patches, waits_for_rollout=True)
 
 
@@ -70,6 +74,24 @@ def _wrap_validate(trainer: Any, patches: Patches) -> None:
     patches.set(trainer, "_validate", _validate)
 
 
+def _wrap_save(trainer: Any, patches: Patches) -> None:
+    original = trainer._save_checkpoint
+
+    @functools.wraps(original)
+    def _save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        try:
+            t = telemetry.peek()
+            if t is not None:
+                folder = str(self.config.trainer.default_local_dir)
+                t.background.defer(remember_run, folder, t.identity.run_id, t.identity.attempt)
+        except Exception:
+            border.caught("remembering the run beside its checkpoint")
+        return result
+
+    patches.set(trainer, "_save_checkpoint", _save_checkpoint)
+
+
 def _wrap_fit(trainer: Any, patches: Patches, waits_for_rollout: bool) -> None:
     original = trainer.fit
 
@@ -80,6 +102,7 @@ def _wrap_fit(trainer: Any, patches: Patches, waits_for_rollout: bool) -> None:
             return original(self, *args, **kwargs)
         t.steps.follow(self)
         t.steps.waits_for_rollout = waits_for_rollout
+        t.step_values.ask = ray_actors.ask_for_values
 
         def leave(token: Any, error: BaseException | None) -> None:
             otel_context.detach(token)

@@ -13,9 +13,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from opentelemetry.context import Context
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import Decision, Sampler
-from opentelemetry.trace import SpanContext, TraceFlags
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, get_current_span, set_span_in_context
 
 _next = threading.local()
 _random = random.Random()  # seeded by the operating system
@@ -80,3 +81,10 @@ def remote_context(sampler: Sampler, run_id: str, attempt: int, step: int, name:
     result = sampler.should_sample(None, trace, "verl.step")
     flags = TraceFlags.SAMPLED if result.decision is Decision.RECORD_AND_SAMPLE else TraceFlags.DEFAULT
     return SpanContext(trace, span_id(run_id, attempt, step, name), is_remote=True, trace_flags=TraceFlags(flags))
+
+
+def not_recorded(context: Context) -> Context:
+    """`context`, under whose span nothing is recorded: what is one too many keeps its place, and leaves no span."""
+    parent = get_current_span(context).get_span_context()
+    place = SpanContext(parent.trace_id or 1, parent.span_id or 1, is_remote=True, trace_flags=TraceFlags())
+    return set_span_in_context(NonRecordingSpan(place), context)

@@ -5,9 +5,12 @@ the wrapped method's own signature stays as verl wrote it. Callables of the four
 generator, async generator) keep their kind.
 """
 
+import asyncio
+import contextvars
 import functools
 import inspect
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from opentelemetry import context as otel_context
@@ -132,6 +135,30 @@ def carrier_kind(signature: Any) -> str | None:
         if parameter.name == CARRIER:
             return parameter.annotation
     return None
+
+
+class _ContextExecutor(ThreadPoolExecutor):
+    """Runs what it is given in the context of the caller, as `asyncio.to_thread` does."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        return super().submit(contextvars.copy_context().run, fn, *args, **kwargs)
+
+
+_with_executor: set[int] = set()
+
+
+def into_threads() -> None:
+    """Let what the running event loop gives to its default executor keep its context: verl runs tokenizers and users'
+    reward functions there, by `run_in_executor`, which does not copy it. Once per loop; never raises."""
+    try:
+        loop = asyncio.get_running_loop()
+        if id(loop) not in _with_executor:
+            _with_executor.add(id(loop))
+            loop.set_default_executor(_ContextExecutor(thread_name_prefix="asyncio"))
+    except RuntimeError:  # no loop is running, or it is closing
+        pass
+    except Exception:
+        border.caught("keeping the context in threads")
 
 
 def _call_kind(func: Callable[..., Any]) -> str:

@@ -5,20 +5,21 @@ Used where the training loop runs. `enter`/`leave` are called around each of ver
 
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from opentelemetry import baggage, trace
 from opentelemetry import context as otel_context
+from opentelemetry._logs import Logger, SeverityNumber
 from opentelemetry.context import Context
-from opentelemetry.metrics import Meter
 from opentelemetry.sdk.trace.sampling import Sampler
-from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, Tracer
+from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode, Tracer
 
-from verl_otel import border
-from verl_otel.identity import Identity
-from verl_otel.metrics.recorder import Gauges
+from verl_otel import border, events
+from verl_otel.background import Background
+from verl_otel.identity import LAUNCHER, TRAINER, Identity
+from verl_otel.metrics.instruments import Instruments
+from verl_otel.metrics.ranks import Ranks, Unfinished
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import metrics as names
 from verl_otel.semconv.stages import (
@@ -37,6 +38,12 @@ from verl_otel.tracing.errors import fail
 _IN_STEP = otel_context.create_key("verl-otel-step")
 _STAGE = otel_context.create_key("verl-otel-stage")
 
+MAX_OUTSIDE = 1000
+"""Spans of a worker process that belong to nothing but the run; more are not recorded, and counted."""
+
+WAIT_FOR_LOG = 1.0
+"""Seconds that the ended span of a step waits for verl to log the step's values, which may not be finite."""
+
 
 @dataclass
 class Scope:
@@ -48,6 +55,14 @@ class Scope:
     timer: str
     started: float
     labels: dict[str, str]
+    number: int | None = None
+    logged: bool = False
+    """Whether verl has logged the step's values."""
+    failed: bool = False
+
+    @property
+    def id(self) -> int:
+        return self.span.get_span_context().span_id
 
 
 class Steps:
@@ -56,24 +71,28 @@ class Steps:
     def __init__(
         self,
         tracer: Tracer,
-        meter: Meter,
-        gauges: Gauges,
-        defer: Callable[..., None],
+        instruments: Instruments,
+        background: Background,
+        ranks: Ranks,
+        logger: Logger,
         sampler: Sampler | None,
         identity: Identity,
         run_context: Context,
     ) -> None:
         self._tracer = tracer
-        self._defer = defer
+        self._instruments = instruments
+        self._background = background
+        self._ranks = ranks
+        self._logger = logger
         self._sampler = sampler
-        self._gauges = gauges
         self._identity = identity
         self._run_context = run_context
-        self._duration = meter.create_histogram(
-            *names.STAGE_DURATION, explicit_bucket_boundaries_advisory=names.DURATION_BUCKETS
-        )
         self._trainer: Any = lambda: None
         self._step_span: tuple[int | None, SpanContext] | None = None
+        self.last: Scope | None = None
+        """The step that was opened last."""
+        self._in_trainer = identity.role in (TRAINER, LAUNCHER)
+        self._outside = 0
         self._named: set[tuple[int, str]] = set()
         self._labels: dict[str, dict[str, str]] = {}
         self.policy_version: int | None = None
@@ -141,18 +160,54 @@ class Steps:
         try:
             end, seconds = time.time_ns(), time.perf_counter() - scope.started
             fail(scope.span, error)
-            self._defer(self._end, scope, end, seconds)
+            scope.failed = error is not None
+            self._background.defer(self._left, scope, end, seconds)
         except Exception:
             border.caught(f"closing the span of {scope.timer}")
         finally:
             otel_context.detach(scope.token)
 
-    def _end(self, scope: Scope, end: int, seconds: float) -> None:
+    def _left(self, scope: Scope, end: int, seconds: float) -> None:
         """In the background: what need not be done on the training thread."""
-        scope.span.end(end)
-        self._gauges.withdraw(names.STAGE_ACTIVE[0], scope.labels)
+        self._instruments.withdraw(names.STAGE_ACTIVE, scope.labels)
         # With the span's context, so that the histogram's exemplar leads to the trace.
-        self._duration.record(seconds, scope.labels, scope.context)
+        self._instruments.record(names.STAGE_DURATION, scope.labels, seconds, scope.context)
+
+        def finish(attributes: dict[str, Any], unfinished: list[Unfinished]) -> None:
+            scope.span.set_attributes(attributes)
+            for call in unfinished:
+                if call.dead or scope.failed:
+                    self._show_unfinished(scope, call, end)
+            scope.span.end(end)
+
+        if scope.timer == STEP_TIMER:
+            self._background.hold(lambda: scope.logged, WAIT_FOR_LOG, scope.span.end, end)
+        else:
+            self._ranks.leave(scope.id, scope.timer, scope.labels, scope.number, finish)
+
+    def _show_unfinished(self, scope: Scope, unfinished: Unfinished, end: int) -> None:
+        """A call that no rank will tell of: its span, from here, and an event."""
+        call = unfinished.call
+        why = "the process of this rank has died" if unfinished.dead else "had not ended when the stage failed"
+        attributes: dict[str, Any] = {
+            attr.RANK: call.rank,
+            attr.STAGE: scope.labels[attr.STAGE],
+            attr.MODEL_TYPE: scope.labels[attr.MODEL_TYPE],
+            attr.WORKER_METHOD: call.method,
+            attr.UNFINISHED: True,
+        }
+        if scope.number is not None:
+            attributes[attr.STEP_NUMBER] = scope.number
+        span = self._tracer.start_span(
+            attr.WORKER_SPAN_PREFIX + call.method, scope.context, SpanKind.CLIENT, attributes, start_time=call.since
+        )
+        span.set_status(Status(StatusCode.ERROR, why))
+        span.end(max(end, call.since))
+        attributes.update({attr.RUN_ID: self._identity.run_id, attr.RUN_ATTEMPT: self._identity.attempt})
+        body, context = {"message": why}, trace.set_span_in_context(span, Context())
+        events.emit(
+            self._logger, attr.EVENT_WORKER_ERROR, body, attributes, context=context, severity=SeverityNumber.ERROR
+        )
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -167,6 +222,7 @@ class Steps:
         if self.policy_version is not None:
             attributes[attr.POLICY_VERSION] = self.policy_version
         scope = self._open(STEP_TIMER, stage_of(STEP_TIMER), Context(), attributes, number, root=True)
+        self.last = scope
         self._step_span = (number, scope.span.get_span_context())
         self._named = {(n, name) for n, name in self._named if number is None or n >= number - 1}
         return scope
@@ -176,12 +232,17 @@ class Steps:
         if timer in WAIT_TIMERS or (timer == ROLLOUT_TIMER and self.waits_for_rollout):
             attributes[attr.STAGE_WAIT] = True
         context = otel_context.get_current()
-        # In a step; or, where no trainer runs (a timer inside a rank's call), in whatever span is open.
+        # In a step or another stage; or, where no trainer runs (a timer inside a rank's call), in any span there is.
         elsewhere = self._trainer() is None and trace.get_current_span(context).get_span_context().is_valid
-        if elsewhere or otel_context.get_value(_IN_STEP, context):
+        if elsewhere or otel_context.get_value(_IN_STEP, context) or otel_context.get_value(_STAGE, context):
             return self._open(timer, stage, context, attributes, self.number())
         # Outside verl's step: before it (profiling), after it (validation); it belongs to the step's trace all the
         # same.
+        if not self._in_trainer and self._trainer() is None:
+            self._outside += 1
+            if self._outside > MAX_OUTSIDE:
+                self._instruments.dropped("traces", "span_cap")
+                return self._open(timer, stage, ids.not_recorded(self._run_context), attributes)
         number = self.number()
         before_training = self._step_span is None
         if timer == VALIDATION_TIMER and before_training:
@@ -213,7 +274,7 @@ class Steps:
         labels = self._labels.get(timer)
         if labels is None:
             labels = self._labels[timer] = {
-                attr.RANK: attr.ALL_RANKS,
+                attr.RANK: attr.ALL_RANKS if self._in_trainer else self._identity.worker_index,
                 attr.STAGE: stage.stage,
                 attr.MODEL_TYPE: stage.model_type,
                 attr.TIMER: timer,
@@ -233,7 +294,10 @@ class Steps:
         # Ranks learn from the baggage for which stage they work.
         context = baggage.set_baggage(attr.STAGE, stage.stage, context)
         context = baggage.set_baggage(attr.MODEL_TYPE, stage.model_type, context)
+        if number is not None:
+            context = baggage.set_baggage(attr.STEP_NUMBER, str(number), context)
         if timer == STEP_TIMER:
             context = otel_context.set_value(_IN_STEP, True, context)
-        self._defer(self._gauges.set, *names.STAGE_ACTIVE, labels, time.time())
-        return Scope(span, context, otel_context.attach(context), timer, time.perf_counter(), labels)
+        if self._in_trainer:
+            self._background.defer(self._instruments.set, names.STAGE_ACTIVE, labels, time.time())
+        return Scope(span, context, otel_context.attach(context), timer, time.perf_counter(), labels, number)

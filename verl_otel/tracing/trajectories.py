@@ -1,17 +1,17 @@
 """Trajectories of the agent loop: `verl.trajectory` > `verl.generate`, `verl.tool`, `verl.compute_score`.
 
 They run in the agent-loop workers, ahead of or beside the trainer, and sit under the rollout (or validation) stage of
-the step that scheduled them. Only the first few of each step and worker are recorded; the rest are counted.
+the step that scheduled them. Only the first few of each step and worker are recorded; the rest are counted, and what
+happens in them knows its step and stage all the same.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+from opentelemetry import baggage, trace
 from opentelemetry import context as otel_context
-from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.metrics import Counter
 from opentelemetry.sdk.trace.sampling import Sampler
 from opentelemetry.trace import (
     Link,
@@ -23,6 +23,7 @@ from opentelemetry.trace import (
 
 from verl_otel import border
 from verl_otel.identity import Identity
+from verl_otel.metrics.instruments import Instruments
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv.stages import GENERATE_TIMER, ROLLOUT_TIMER, TRAJECTORY_TIMERS, VALIDATION_TIMER, Stage
 from verl_otel.tracing import ids
@@ -36,7 +37,7 @@ _TRAJECTORY = otel_context.create_key("verl-otel-trajectory")
 
 @dataclass
 class Trajectory:
-    """A recorded trajectory that is running."""
+    """A trajectory that is running; its span does not record if it is one too many."""
 
     span: Span
     token: Any
@@ -58,42 +59,49 @@ class Trajectories:
         self,
         tracer: Tracer,
         sampler: Sampler | None,
-        dropped: Counter,
+        instruments: Instruments,
         identity: Identity,
         per_step: int,
         run_context: Context,
     ) -> None:
         self._tracer = tracer
         self._sampler = sampler
-        self._dropped = dropped
+        self._instruments = instruments
         self._identity = identity
         self._per_step = per_step
         self._run_context = run_context
         self._started: OrderedDict[tuple[Any, bool], int] = OrderedDict()
 
     def enter(self, step: Any, sample: Any, rollout: Any, validate: Any) -> Trajectory | None:
-        """Open the span of a trajectory that step number `step` scheduled; None if it is not to be recorded."""
+        """Open the span of a trajectory that step number `step` scheduled; one that does not record if there
+        are enough already."""
         try:
             step, validate = int(step) if step is not None else None, bool(validate)
-            if not self._admit((step, validate)):
-                self._dropped.add(1, {"signal": "traces", "reason": "trajectory_cap"})
-                return None
-            attributes: dict[str, Any] = {
-                attr.RANK: self._identity.worker_index,
-                attr.STAGE: "validation" if validate else "rollout",
-                attr.MODEL_TYPE: "rollout",
-                attr.VALIDATE: validate,
-                attr.STEP_NUMBER: step,
-                attr.SAMPLE_INDEX: _integer(sample),
-                attr.ROLLOUT_INDEX: _integer(rollout),
-            }
             context, links = self._parent(step, validate)
-            span = self._tracer.start_span(
-                attr.SPAN_TRAJECTORY,
-                context=context,
-                attributes={key: value for key, value in attributes.items() if value is not None},
-                links=links,
-            )
+            stage = "validation" if validate else "rollout"
+            context = baggage.set_baggage(attr.STAGE, stage, context)
+            context = baggage.set_baggage(attr.MODEL_TYPE, "rollout", context)
+            if step is not None:
+                context = baggage.set_baggage(attr.STEP_NUMBER, str(step), context)
+            if self._admit((step, validate)):
+                attributes: dict[str, Any] = {
+                    attr.RANK: self._identity.worker_index,
+                    attr.STAGE: stage,
+                    attr.MODEL_TYPE: "rollout",
+                    attr.VALIDATE: validate,
+                    attr.STEP_NUMBER: step,
+                    attr.SAMPLE_INDEX: _integer(sample),
+                    attr.ROLLOUT_INDEX: _integer(rollout),
+                }
+                span = self._tracer.start_span(
+                    attr.SPAN_TRAJECTORY,
+                    context=context,
+                    attributes={key: value for key, value in attributes.items() if value is not None},
+                    links=links,
+                )
+            else:
+                self._instruments.dropped("traces", "trajectory_cap")
+                span = trace.get_current_span(ids.not_recorded(context))
             trajectory = Trajectory(span, None)
             context = otel_context.set_value(_TRAJECTORY, trajectory, trace.set_span_in_context(span, context))
             trajectory.token = otel_context.attach(context)
@@ -107,11 +115,11 @@ class Trajectories:
         try:
             trajectory = otel_context.get_value(_TRAJECTORY)
             stage = TRAJECTORY_TIMERS.get(timer)
-            if stage is None or not isinstance(trajectory, Trajectory):
+            if stage is None or not isinstance(trajectory, Trajectory) or not trajectory.span.is_recording():
                 return None
             trajectory.spans += 1
             if trajectory.spans > MAX_SPANS:
-                self._dropped.add(1, {"signal": "traces", "reason": "trajectory_span_cap"})
+                self._instruments.dropped("traces", "trajectory_span_cap")
                 return None
             extra = {attr.TIMER: timer}
             if timer == GENERATE_TIMER:
@@ -124,7 +132,8 @@ class Trajectories:
     def enter_score(self) -> Part | None:
         """Open the span of a reward computation in a reward worker; None outside a recorded trajectory."""
         try:
-            if not trace.get_current_span().get_span_context().is_valid:
+            caller = trace.get_current_span().get_span_context()
+            if not caller.is_valid or not caller.trace_flags.sampled:
                 return None
             return self._open_part(TRAJECTORY_TIMERS["compute_score"], SpanKind.SERVER, {})
         except Exception:
