@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PYTHON_IN_ENV := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-stack test test-fast bench lint binaries collector-sources clean
+.PHONY: help env demo demo-stack test test-fast bench soak lint binaries collector-sources clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -24,9 +24,13 @@ test: env ## every test; the cheap ones first
 test-fast: env ## only the tests that need neither a run nor the stack
 	@$(PYTHON_IN_ENV) -m pytest tests/unit tests/contract
 
-bench: env ## what telemetry costs a training thread, and how long a value takes to Prometheus
+bench: env ## what telemetry costs a training thread, also with bad endpoints; how long a value takes to Prometheus
 	@$(PYTHON_IN_ENV) tests/bench/hooks.py
 	@$(PYTHON_IN_ENV) tests/bench/latency.py
+	@$(PYTHON_IN_ENV) tests/bench/faults.py
+
+soak: env ## half an hour of steps with a Collector that comes and goes: memory, threads, files
+	@$(PYTHON_IN_ENV) tests/bench/soak.py
 
 lint: env ## ruff and pyright
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/pyright

@@ -1,4 +1,5 @@
-"""What telemetry adds on a training thread: `Tracking.log`, a stage span, a call to a Ray worker.
+"""What telemetry adds on a training thread: `Tracking.log`, a stage span, a call to a Ray worker; and what the
+background thread does for a step.
 
 Each line compares with and without us in one process, interleaved, on real verl; medians in microseconds. Telemetry
 goes where it goes by default (local files). For comparison: what TensorBoard and W&B (offline) add to `Tracking.log`.
@@ -28,7 +29,15 @@ os.environ.update(
 
 from verl_otel import VerlInstrumentor  # noqa: E402
 
-METRICS = {f"group_{i % 7}/metric_{i}": random.random() for i in range(100)}
+DATA = Path(__file__).resolve().parents[1] / "unit" / "data"
+KEYS_OF_A_STEP = (DATA / "metric_keys_gae_step.txt").read_text().split()
+SAMPLES, TOKENS = 1024, 512
+
+
+def metrics(count):
+    """Values for so many keys: those of a real step first, then keys that nobody knows."""
+    keys = [*KEYS_OF_A_STEP[:count], *(f"group_{i % 7}/metric_{i}" for i in range(count - len(KEYS_OF_A_STEP)))]
+    return {key: random.random() for key in keys}
 
 
 def medians(variants, rounds, calls=1, warm_up=20):
@@ -45,7 +54,7 @@ def medians(variants, rounds, calls=1, warm_up=20):
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def tracking_log():
+def tracking_log(values):
     from verl.utils.tracking import Tracking
 
     none = Tracking("bench", "bench", default_backend=[])
@@ -54,13 +63,41 @@ def tracking_log():
     original = Tracking.log.__wrapped__
     return medians(
         {
-            "without": lambda step: original(none, METRICS, step),
-            "verl-otel": lambda step: none.log(METRICS, step),
-            "tensorboard": lambda step: original(boards, METRICS, step),
-            "wandb offline": lambda step: original(wandb, METRICS, step),
+            "without": lambda step: original(none, values, step),
+            "verl-otel": lambda step: none.log(values, step),
+            "tensorboard": lambda step: original(boards, values, step),
+            "wandb offline": lambda step: original(wandb, values, step),
         },
         rounds=200,
     )
+
+
+def background():
+    """Milliseconds that the background thread works for a step: 300 keys, distributions of 1024 samples, groups."""
+    import numpy
+    import torch
+    from opentelemetry.context import Context
+
+    from verl_otel import telemetry
+    from verl_otel.metrics.recorder import Logged
+
+    t = telemetry.current()
+    values = metrics(300)
+    per_token = ("token_level_scores", "token_level_rewards", "advantages", "returns")
+    tensors = {name: torch.rand(SAMPLES, TOKENS) for name in per_token}
+    tensors["response_mask"] = torch.ones(SAMPLES, TOKENS, dtype=torch.int64)
+    tensors.update({f"{what}_length": torch.randint(1, TOKENS, (SAMPLES,)).float() for what in ("response", "prompt")})
+    turns, groups = numpy.ones(SAMPLES), numpy.repeat(numpy.arange(SAMPLES // 8), 8)
+
+    spent = []
+    for step in range(200):
+        start = time.thread_time()
+        t.samples._record_groups(tensors["token_level_rewards"], groups, None, step)
+        t.samples._record_batch(tensors, turns, step)
+        t.recorder._record(Logged(values, step, time.time_ns(), Context()))
+        spent.append(time.thread_time() - start)
+        time.sleep(0.002)
+    return statistics.median(spent) * 1000
 
 
 def stage_span():
@@ -115,16 +152,19 @@ def main():
     instrumentor = VerlInstrumentor()
     instrumentor.instrument(skip_dep_check=True)
     rows = [
-        ("Tracking.log, 100 metrics", tracking_log(), 100),
+        ("Tracking.log, 100 keys", tracking_log(metrics(100)), 100),
+        ("Tracking.log, 300 keys", tracking_log(metrics(300)), 100),
         ("stage span", stage_span(), 60),
         ("Ray worker call, both sides", worker_call(instrumentor), 200),
     ]
+    in_background = background()
     instrumentor.uninstrument()
     print(f"\n{'median, microseconds':<30}{'without':>10}{'with':>10}{'added':>10}{'aim':>8}   others add")
     for name, found, aim in rows:
         base, ours = found.pop("without"), found.pop("verl-otel")
         others = ", ".join(f"{other} {value - base:.0f}" for other, value in found.items())
         print(f"{name:<30}{base:>10.1f}{ours:>10.1f}{ours - base:>10.1f}{aim:>8}   {others}")
+    print(f"\nbackground thread, a step of 300 keys and 10 distributions: {in_background:.1f} ms (aim 10)")
 
 
 if __name__ == "__main__":
