@@ -133,14 +133,14 @@ def test_distributions_have_every_sample_of_the_run(stack, ppo_run):
 
 def test_requests_of_the_agent_loop_have_latency_and_throughput(stack, ppo_run):
     for metric in ("verl_generate_duration_seconds_count", "verl_generate_throughput_per_second_count"):
-        found = prometheus(stack, f'{metric}{{verl_run_id="ppo-run"}}')
+        found = prometheus(stack, f'{metric}{{verl_run_id="ppo-run"}}', ppo_run)
         assert {s["metric"]["stage"] for s in found} == {"rollout", "validation"}, metric
         assert all(float(s["value"][1]) > 0 for s in found)
 
 
 def test_the_shares_of_the_stages_and_the_rest_are_the_step(stack, ppo_run):
-    shares = prometheus(stack, 'sum(verl_step_stage_share_ratio{verl_run_id="ppo-run"})')
-    rest = prometheus(stack, 'verl_step_unaccounted_seconds{verl_run_id="ppo-run"}')
+    shares = prometheus(stack, 'sum(verl_step_stage_share_ratio{verl_run_id="ppo-run"})', ppo_run)
+    rest = prometheus(stack, 'verl_step_unaccounted_seconds{verl_run_id="ppo-run"}', ppo_run)
     step = by_file_logger(ppo_run)[3]["timing_s/step"]
     assert float(shares[0]["value"][1]) + float(rest[0]["value"][1]) / step == pytest.approx(1, abs=1e-6)
 

@@ -92,8 +92,10 @@ def test_a_step_has_no_large_gap_without_a_name(jaeger):
     assert max(shares.values()) < 0.1, shares
 
 
-def prometheus(stack, query):
-    answer = get(f"{stack.url('prometheus')}/api/v1/query?" + urllib.parse.urlencode({"query": query}))
+def prometheus(stack, query, run=None):
+    """The answer to a query: now, or just after a run has ended, since Prometheus shows a sample for five minutes."""
+    when = {} if run is None else {"time": run.log.stat().st_mtime + 10}
+    answer = get(f"{stack.url('prometheus')}/api/v1/query?" + urllib.parse.urlencode({"query": query, **when}))
     return answer["data"]["result"]
 
 
@@ -106,7 +108,7 @@ def test_prometheus_has_the_contract_names_with_the_three_labels(stack, ppo_run)
         ("verl_grad_norm", 'model_type="critic"', "critic/grad_norm", {"stage": "update", "model_type": "critic"}),
     ):
         query = f'{name}{{verl_run_id="ppo-run",rank="all",{more}}}'
-        (series,) = eventually(lambda query=query: prometheus(stack, query))
+        (series,) = eventually(lambda query=query: prometheus(stack, query, ppo_run))
         labels = {**labels, "rank": "all", "verl_key": key, "verl_run_id": "ppo-run", "verl_run_attempt": "1"}
         assert {label: series["metric"].get(label) for label in labels} == labels
         assert series["metric"]["verl_experiment_name"] == "ppo" and series["metric"]["verl_project_name"] == "alpha"
@@ -114,7 +116,7 @@ def test_prometheus_has_the_contract_names_with_the_three_labels(stack, ppo_run)
 
 
 def test_every_series_of_ours_carries_rank_stage_and_model_type(stack, ppo_run):
-    series = prometheus(stack, '{__name__=~"verl_.+",__name__!~"verl_otel_.+",verl_run_id="ppo-run"}')
+    series = prometheus(stack, '{__name__=~"verl_.+",__name__!~"verl_otel_.+",verl_run_id="ppo-run"}', ppo_run)
     bare = [s["metric"] for s in series if not {"rank", "stage", "model_type"} <= s["metric"].keys()]
     assert len(series) > 150 and bare == []
 
@@ -122,20 +124,21 @@ def test_every_series_of_ours_carries_rank_stage_and_model_type(stack, ppo_run):
 def test_each_key_that_verl_printed_is_one_series(stack, ppo_run):
     keys = {key for values in ppo_run.printed().values() for key in values}
     query = """count by (verl_key) ({verl_run_id='ppo-run',verl_key!='',rank='all',__name__!~'.+_total'})"""
-    counted = {s["metric"]["verl_key"]: float(s["value"][1]) for s in prometheus(stack, query)}
+    counted = {s["metric"]["verl_key"]: float(s["value"][1]) for s in prometheus(stack, query, ppo_run)}
     skipped = {key for key in keys if not math.isfinite(ppo_run.printed().get(3, {}).get(key, 0.0))}
     assert {key: counted.get(key) for key in keys - skipped} == dict.fromkeys(keys - skipped, 1.0)
 
 
 def test_ranks_have_durations_with_exemplars_that_lead_to_the_trace(stack, ppo_run, jaeger):
     durations = prometheus(
-        stack, 'verl_worker_duration_seconds_count{verl_run_id="ppo-run",verl_worker_method="update_actor"}'
+        stack, 'verl_worker_duration_seconds_count{verl_run_id="ppo-run",verl_worker_method="update_actor"}', ppo_run
     )
     assert {(s["metric"]["rank"], s["metric"]["stage"], s["value"][1]) for s in durations} == {
         ("0", "update", "3"),
         ("1", "update", "3"),
     }
-    stages = prometheus(stack, 'verl_stage_duration_seconds_count{verl_run_id="ppo-run",verl_timer="update_actor"}')
+    query = 'verl_stage_duration_seconds_count{verl_run_id="ppo-run",verl_timer="update_actor"}'
+    stages = prometheus(stack, query, ppo_run)
     assert [s["value"][1] for s in stages] == ["3"]
     now = time.time()
     exemplars = get(
