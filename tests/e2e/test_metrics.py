@@ -160,7 +160,8 @@ def nan_run(tmp_path_factory, stack):
             f"reward.custom_reward_function.path={bed.BED}/reward_logged.py",
         ],
         environment={
-            "MODULES": "verl_cpu.register,nan_loss",
+            "MODULES": "verl_cpu.register,loss_fault",
+            "LOSS_FAULT": "nan",
             "REWARDS": str(folder / "rewards"),
             "OTEL_EXPORTER_OTLP_ENDPOINT": stack.url("otlp_http"),
             "OTEL_TRACES_EXPORTER": "otlp,verl_otel_file",

@@ -19,7 +19,7 @@ def killed(tmp_path_factory):
     run = bed.run(
         tmp_path_factory.mktemp("killed"),
         ["grpo", *bed.FAST_SAMPLER],
-        environment={"MODULES": "verl_cpu.register,kill_rank"},
+        environment={"MODULES": "verl_cpu.register,loss_fault", "LOSS_FAULT": "kill"},
     )
     assert run.returncode != 0
     return reader.load(run.telemetry)

@@ -1,4 +1,7 @@
-"""A fault for a test: rank 1 is killed in its update of the second step. Loaded by verl, like verl_cpu.register."""
+"""A fault for a test: in rank 1's update of the second step its loss is NaN, or it is killed ($LOSS_FAULT: nan, kill).
+
+Loaded by verl, like verl_cpu.register.
+"""
 
 import functools
 import os
@@ -17,7 +20,9 @@ def ppo_loss(*args, **kwargs):
     if os.environ.get("RANK") == "1" and loss.requires_grad:
         _calls += 1
         if _calls == 3:  # of two micro-batches in each step
-            os.kill(os.getpid(), signal.SIGKILL)
+            if os.environ["LOSS_FAULT"] == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss = loss * float("nan")
     return loss, metrics
 
 
