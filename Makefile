@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PYTHON_IN_ENV := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-stack test test-fast bench soak lint binaries collector-sources clean
+.PHONY: help env demo demo-stack test test-fast bench soak fuzz lint binaries collector-sources clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -31,6 +31,10 @@ bench: env ## what telemetry costs a training thread, also with bad endpoints; h
 
 soak: env ## half an hour of steps with a Collector that comes and goes: memory, threads, files
 	@$(PYTHON_IN_ENV) tests/bench/soak.py
+
+fuzz: env ## a minute of coverage-guided fuzzing of each thing that reads what others have written
+	@.venv/bin/uv pip install -q --python $(PYTHON_IN_ENV) 'atheris>=3,<4'
+	@$(PYTHON_IN_ENV) tests/bench/fuzz.py
 
 lint: env ## ruff and pyright
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/pyright

@@ -7,6 +7,7 @@ not to pay for, and which raises at import when an `OTEL_*` variable is malforme
 import atexit
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,8 @@ from verl_otel import border, events, hardware
 from verl_otel.background import Background
 from verl_otel.config import BASIC, Settings
 from verl_otel.export import lifetime, otlp, providers
-from verl_otel.identity import LAUNCHER, TRAINER, Identity
+from verl_otel.export.termination import OnTermination, Terminated
+from verl_otel.identity import LAUNCHER, TRAINER, Identity, in_ray_worker
 from verl_otel.metrics.distributions import Distributions
 from verl_otel.metrics.instruments import Instruments
 from verl_otel.metrics.ranks import Ranks, ReportOfRank
@@ -115,10 +117,14 @@ class Telemetry:
         self._run_started = self._run_finished = False
         self._pid = os.getpid()
         self._last = lifetime.Last("verl-otel-shutdown", self.providers.shut_down_ours)
+        self._on_termination: OnTermination | None = None
         atexit.register(self._at_exit)
 
     def start(self) -> None:
-        """Begin what goes on by itself: the sampling of this node's hardware."""
+        """Begin what goes on by itself: waiting for a signal that ends the process, sampling this node's hardware."""
+        # Ray's workers handle signals in C++, which Python does not know of.
+        if threading.current_thread() is threading.main_thread() and not in_ray_worker():
+            self._on_termination = OnTermination(lambda: self.flush(1.0), lambda: self._end(Terminated("by SIGTERM")))
         if self.settings.levels.wants("hardware", BASIC) and providers.exporter_names("metrics"):
             hardware.start(self.identity, self.providers.meter)
 
@@ -218,10 +224,11 @@ class Telemetry:
                 border.caught("flushing the other processes")
         self.budget.spend(0.6, self.flush)
 
-    def close(self) -> None:
-        """End the run's span and send what is pending, within the exit budget."""
+    def close(self, error: BaseException | None = None) -> None:
+        """End the run's span, with the exception that ends the run, and send what is pending, within the budget."""
         atexit.unregister(self._at_exit)
-        error = getattr(sys, "last_value", None)  # the exception that ends the interpreter, if any
+        if self._on_termination is not None:
+            self._on_termination.stop()
         if self._run_started:
             self.run_finished(error)  # trainers without an end that we see, such as SFT
         self._run_finished = True
@@ -236,8 +243,11 @@ class Telemetry:
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return  # a forked child has none of the threads that it would wait for
+        self._end(getattr(sys, "last_value", None))  # the exception that ends the interpreter, if any
+
+    def _end(self, error: BaseException | None) -> None:
         try:
-            self.close()
+            self.close(error)
             # In a thread that is left behind: with a dead endpoint the SDK's own exporters take their own, longer time.
             self.budget.spend(0.5, self._last.run)
         except Exception:

@@ -16,15 +16,6 @@ from stack import free_ports
 pytestmark = [pytest.mark.run, pytest.mark.stack]
 
 CONFIGURATION = ROOT / "deploy" / "prometheus" / "scrape-processes.yaml"
-PROCESSES = {
-    ("launcher", ""): 1,
-    ("trainer", "TaskRunnerV1"): 1,
-    ("worker", "WorkerDict"): 2,
-    ("rollout_server", "HFCpuServer"): 2,
-    ("agent_loop", "AgentLoopWorkerTQ"): 1,
-    ("reward_worker", "RewardLoopWorker"): 1,
-    ("other", "GlobalRequestLoadBalancer"): 1,
-}
 
 
 class Prometheus:
@@ -97,7 +88,7 @@ def test_every_process_is_found_and_told_apart(scraped):
     prometheus, _ = scraped
     up = [labels for labels, _ in prometheus.seen("up")]
     found = Counter((labels["verl_process_role"], labels.get("verl_worker_group", "")) for labels in up)
-    assert found == PROCESSES
+    assert found == bed.PROCESSES
     assert (
         len({labels["instance"] for labels in up}) == len({labels["service_instance_id"] for labels in up}) == len(up)
     )
@@ -129,7 +120,7 @@ def test_prometheus_met_no_duplicate_and_every_process(scraped):
     prometheus, _ = scraped
     assert prometheus.own("prometheus_target_scrapes_sample_duplicate_timestamp_total") == 0
     assert prometheus.own("prometheus_target_scrapes_sample_out_of_order_total") == 0
-    assert len(prometheus.seen("up")) == sum(PROCESSES.values())
+    assert len(prometheus.seen("up")) == sum(bed.PROCESSES.values())
 
 
 def test_no_target_is_left_when_the_run_is_over(scraped):

@@ -1,13 +1,16 @@
 """What telemetry touches of a trainer, without Ray: stages, Tracking, an end. Run by test_exit_and_faults.py.
 
-Arguments: how it ends (`fail`, `exit`, `interrupt`, `terminate`), and `counts`: print what became of its telemetry.
+Arguments: how it ends (`fail`, `exit`, `interrupt`, `terminate`, `terminate-unhandled`,
+`terminate-hanging`), and `counts`: print what became of its telemetry.
 """
 
 import atexit
+import ctypes
 import json
 import os
 import signal
 import sys
+import threading
 import time
 
 from verl.utils.profiler import marked_timer
@@ -49,6 +52,11 @@ if "exit" in sys.argv:
 if "interrupt" in sys.argv:
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(60)
-if "terminate" in sys.argv:
+if "terminate-hanging" in sys.argv:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    libc.pthread_mutex_lock(lock)
+    libc.pthread_mutex_lock(lock)  # never returns, and no signal interrupts it
+if "terminate" in sys.argv or "terminate-unhandled" in sys.argv:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from signal import SIGTERM
 
 import bed
 import pytest
@@ -192,3 +193,19 @@ def test_with_an_endpoint_that(name, matrix, untouched):
         last = warnings_of(case.result)[-1]
         assert f"{case.replayed.items} are kept in" in last and "0 are lost" in last
         assert len(warnings_of(case.result)) == (1 if fault in {"hangs", "is slow"} else 2)
+
+
+@pytest.mark.parametrize("end", ["terminate-unhandled", "terminate-hanging"])
+def test_a_process_that_nobody_saves_from_a_signal_ends_by_it_and_loses_nothing(end, tmp_path, matrix, untouched):
+    with Server() as server, Server() as healthy:
+        endpoint = server.url_of("hangs")
+        result = train(tmp_path, end, OTEL_EXPORTER_OTLP_ENDPOINT=endpoint, VERL_OTEL_EXIT_TIMEOUT="5")
+        (spool,) = (tmp_path / "verl-otel").rglob("spool")
+        replay.replay(spool, healthy.url)
+        taken, names = of_server(healthy), healthy.names()
+    assert result.returncode == -SIGTERM, result.stderr
+    assert exit_delay(result) < EXIT_TIMEOUT
+    assert logged(tmp_path) == untouched
+    well = matrix["nothing"]
+    assert {of: taken[of] for of in ("traces", "logs")} == {of: well.taken[of] for of in ("traces", "logs")}
+    assert sorted(names) == well.names[0]

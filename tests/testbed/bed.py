@@ -30,6 +30,17 @@ FAST_SAMPLER = (
 
 PPO_WITH_CRITIC_AND_REFERENCE = ("gae", "actor_rollout_ref.actor.use_kl_loss=True")
 
+PROCESSES = {
+    ("launcher", ""): 1,
+    ("trainer", "TaskRunnerV1"): 1,
+    ("worker", "WorkerDict"): 2,
+    ("rollout_server", "HFCpuServer"): 2,
+    ("agent_loop", "AgentLoopWorkerTQ"): 1,
+    ("reward_worker", "RewardLoopWorker"): 1,
+    ("other", "GlobalRequestLoadBalancer"): 1,
+}
+"""(role, class of the actor) -> how many processes of a GRPO run with 2 ranks have telemetry."""
+
 
 def clean_environment(**extra: str) -> dict[str, str]:
     """This process's environment without anything that configures telemetry, plus `extra`."""

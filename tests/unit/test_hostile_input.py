@@ -94,6 +94,11 @@ def test_a_key_cannot_take_the_name_of_another_instrument(key):
     assert derived_name(key).startswith("verl." + key.replace("/", ".") + "_")
 
 
+@pytest.mark.parametrize("key", ["", "/", "@@", "\N{SNOWMAN}"])
+def test_a_key_without_a_letter_has_a_name_as_well(key):
+    assert derived_name(key).startswith("verl.key_")
+
+
 @pytest.mark.parametrize(
     ("method", "model"), [("prefill", "none"), ("clear_prefix_cache", "none"), ("compute_ref_log_prob", "ref")]
 )

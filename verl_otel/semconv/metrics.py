@@ -143,7 +143,8 @@ def derived_name(key: str) -> str:
     A key of lower-case letters, digits, `_` and `/` keeps its words (`actor/new` -> `verl.actor.new`); where more has
     to be changed, or the name would look like one of the registry, eight hex digits of the key's hash keep it apart.
     """
-    name = "verl." + re.sub(r"[^a-z0-9_.]+", "_", key.lower().replace("/", ".")).strip("._")
+    words = re.sub(r"[^a-z0-9_.]+", "_", key.lower().replace("/", ".")).strip("._")
+    name = f"verl.{words or 'key'}"
     unchanged = _PLAIN_KEY.match(key) and name == "verl." + key.replace("/", ".") and len(name) <= _MAX_NAME
     if unchanged and _flat(name) not in _taken and not name.startswith(USER_PREFIX):
         return name
