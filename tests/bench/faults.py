@@ -3,7 +3,7 @@ without telemetry; 5 s.
 
 Each training is a process of its own; every third one is without telemetry. The ratio is that of the medians of all
 steps; what a step costs more does not depend on how long it is. Argument: number of rounds (default 1; each takes
-twelve minutes).
+seven minutes).
 """
 
 import atexit
@@ -23,7 +23,7 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 import numpy as np
 from otlp_server import FAULTS, Server
 
-STEPS, WORK = 50, 0.8
+STEPS, WORK = 50, 0.5
 """Steps of a training, and the seconds that each computes, still less than real ones."""
 
 WITHOUT = "without telemetry"
