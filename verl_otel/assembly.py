@@ -27,12 +27,14 @@ from verl_otel.metrics.instruments import Instruments
 from verl_otel.metrics.ranks import Ranks, ReportOfRank
 from verl_otel.metrics.recorder import WAIT_FOR_VALUES, Logged, Recorder
 from verl_otel.metrics.samples import Samples
+from verl_otel.metrics.servers import ServerMetrics
 from verl_otel.metrics.step_values import StepValues
 from verl_otel.metrics.user import UserMetrics
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import metrics as names
 from verl_otel.tracing import ids
 from verl_otel.tracing.errors import describe, fail
+from verl_otel.tracing.servers import Servers
 from verl_otel.tracing.steps import Steps
 from verl_otel.tracing.trajectories import Trajectories
 from verl_otel.tracing.workers import Workers
@@ -111,6 +113,7 @@ class Telemetry:
         self.trajectories = Trajectories(
             self.tracer, sampler, self.instruments, identity, settings.trajectories, self.run_context
         )
+        self.servers = Servers(self.tracer, ServerMetrics(self.background, self.instruments, identity))
         self._run_span: Any = None
         self._run_started = self._run_finished = False
         self._pid = os.getpid()

@@ -53,6 +53,11 @@ def role_of_class(name: str) -> str:
     return next((role for pattern, role in _ROLE_OF_CLASS if pattern.search(name)), OTHER)
 
 
+def model_of_server(actor_name: str) -> str:
+    """Whose model a rollout server has, by the name that verl gives its actor: `rollout`, `reward` or `teacher`."""
+    return next((model for model in ("reward", "teacher") if f"_{model}_" in actor_name), "rollout")
+
+
 def new_run_id() -> str:
     """A new run id: sortable by time, unique, legal in file names and URLs."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
@@ -137,7 +142,7 @@ def name_run(trainer_config: Any) -> None:
             os.environ.setdefault(variable, str(value))
 
 
-def _ray_actor() -> tuple[str, str]:
+def ray_actor() -> tuple[str, str]:
     """(class name, actor name) of the Ray actor in which this code runs, empty strings elsewhere."""
     ray = sys.modules.get("ray")
     if ray is None or not in_ray_worker() or not ray.is_initialized():
@@ -169,7 +174,7 @@ class Identity:
         """Read the identity from the environment and, where Ray is loaded, from the actor that runs here."""
         class_name = actor_name = ""
         try:
-            class_name, actor_name = _ray_actor()
+            class_name, actor_name = ray_actor()
         except Exception:
             border.caught("reading the Ray actor's name")
         if not in_ray_worker():
