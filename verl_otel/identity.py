@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 CHECKPOINT_FILE = ".verl-otel.json"
 """Beside verl's checkpoints: the run and the attempt that have saved them."""
 
+RESOURCE_ATTRIBUTES = "OTEL_RESOURCE_ATTRIBUTES"
+
 LAUNCHER, TRAINER, WORKER, AGENT_LOOP = "launcher", "trainer", "worker", "agent_loop"
 ROLLOUT_SERVER, REWARD_WORKER, OTHER = "rollout_server", "reward_worker", "other"
 
@@ -117,6 +119,14 @@ def _resumed_folder(trainer_config: Any) -> str:
     if mode == "auto" and folder and os.path.exists(os.path.join(folder, "latest_checkpointed_iteration.txt")):
         return folder
     return ""
+
+
+def tidy_resource_attributes() -> None:
+    """In a worker: take the empty parts out of `OTEL_RESOURCE_ATTRIBUTES`, which Ray makes where a node has none of its
+    own (`hooks/ray_init.py`), and of which the SDK would warn."""
+    text = os.environ.get(RESOURCE_ATTRIBUTES, "")
+    if text.startswith(",") or ",," in text:
+        os.environ[RESOURCE_ATTRIBUTES] = ",".join(filter(None, text.split(",")))
 
 
 def in_ray_itself() -> bool:

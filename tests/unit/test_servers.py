@@ -150,7 +150,8 @@ def test_a_class_that_cannot_be_subclassed_goes_to_ray_as_it_is():
 
 def test_it_works_where_this_package_is_not_installed(monkeypatch):
     """Ray pickles the class by value; what it needs of us it asks for in the server's process."""
-    cloudpickle = pytest.importorskip("ray.cloudpickle")
+    from ray import cloudpickle
+
     travelled = pickle.loads(cloudpickle.dumps(Observed))
     for name in [name for name in sys.modules if name.split(".")[0] == "verl_otel"]:
         monkeypatch.delitem(sys.modules, name)
