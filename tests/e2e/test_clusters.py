@@ -1,7 +1,8 @@
-"""Runs that are not alone, or not on one node: two at once on one cluster."""
+"""Runs that are not alone or not by themselves: two on one cluster, one on two nodes, one as a job of Ray's."""
 
 import json
 import socket
+import subprocess
 import threading
 import time
 import urllib.parse
@@ -10,7 +11,7 @@ from collections import defaultdict
 
 import bed
 import pytest
-from trees import orphans, root, step_traces, traces
+from trees import assert_complete_ppo_step, assert_trajectories, orphans, root, step_traces, traces
 
 from verl_otel.recording import reader
 
@@ -22,6 +23,19 @@ RUNS = ("first-run", "second-run")
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as found:
         return found.getsockname()[1]
+
+
+def recorded_by(folder, metric):
+    """The processes that have recorded a metric."""
+    found = set()
+    for path in folder.rglob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            for resource in json.loads(line).get("resourceMetrics", ()):
+                names = {m["name"] for scope in resource["scopeMetrics"] for m in scope["metrics"]}
+                attributes = {a["key"]: a["value"] for a in resource["resource"]["attributes"]}
+                if metric in names:
+                    found.add(attributes["service.instance.id"]["stringValue"])
+    return found
 
 
 # ---- two runs at the same time on one cluster
@@ -143,3 +157,136 @@ def test_neither_complains(two_runs):
     _, found = two_runs
     for run in found.values():
         assert [line for line in run.output.splitlines() if "verl-otel:" in line] == []
+
+
+# ---- one run on two nodes
+
+
+@pytest.fixture(scope="module")
+def on_two_nodes(tmp_path_factory, fork_server):
+    """A run with a rank on each of two nodes. The nodes are on one machine, and say who they are as pods do."""
+    folder = tmp_path_factory.mktemp("nodes")
+    nodes = [f"OTEL_RESOURCE_ATTRIBUTES=k8s.pod.name={pod},k8s.node.name={pod}-node" for pod in ("head", "second")]
+    with bed.cluster(free_port(), nodes=nodes) as address:
+        run = bed.run(
+            folder,
+            [
+                *bed.PPO_WITH_CRITIC_AND_REFERENCE,
+                *bed.FAST_SAMPLER,
+                "trainer.nnodes=2",
+                "trainer.n_gpus_per_node=1",
+                "actor_rollout_ref.rollout.n_gpus_per_node=1",
+            ],
+            steps=2,
+            cluster=address,
+            fork_server=fork_server,
+            environment={"OTEL_RESOURCE_ATTRIBUTES": "team=rl,k8s.pod.name=submitter,host.id=of-the-submitter"},
+        )
+    assert run.returncode == 0, run.output[-4000:]
+    return run
+
+
+@pytest.fixture(scope="module")
+def two_nodes(on_two_nodes):
+    return reader.load(on_two_nodes.telemetry)
+
+
+def pod(span):
+    return span.resource.get("k8s.pod.name")
+
+
+def test_ranks_of_both_nodes_are_in_each_step(two_nodes):
+    steps = step_traces(two_nodes.spans)
+    assert sorted(steps) == [1, 2]
+    for trace in steps.values():
+        assert_complete_ppo_step(trace)
+        assert_trajectories(trace)
+        ranks = {(pod(s), s.attributes["rank"]) for s in trace if s.name == "verl.worker.update_actor"}
+        assert {rank for _, rank in ranks} == {"0", "1"} and {found for found, _ in ranks} == {"head", "second"}
+
+
+def test_each_process_says_its_own_node_and_what_the_run_says(two_nodes, on_two_nodes):
+    """And no worker what the launcher said of itself."""
+    launchers = [s for s in two_nodes.spans if s.resource["verl.process.role"] == "launcher"]
+    workers = [s for s in two_nodes.spans if s.resource["verl.process.role"] != "launcher"]
+    assert {(pod(s), s.resource.get("host.id")) for s in launchers} == {("submitter", "of-the-submitter")}
+    assert {(pod(s), s.resource.get("k8s.node.name")) for s in workers} == {
+        ("head", "head-node"),
+        ("second", "second-node"),
+    }
+    assert all("host.id" not in s.resource for s in workers)
+    assert {s.resource["team"] for s in two_nodes.spans} == {"rl"}
+    complaints = [line for line in on_two_nodes.output.splitlines() if "verl-otel:" in line or "Invalid key" in line]
+    assert complaints == []
+
+
+def test_the_host_is_sampled_once(on_two_nodes):
+    """Both nodes are on one machine: one host."""
+    assert len(recorded_by(on_two_nodes.telemetry, "system.cpu.time")) == 1
+    assert len(recorded_by(on_two_nodes.telemetry, "verl.worker.duration")) == 2
+
+
+# ---- ray job submit
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory, fork_server):
+    """`ray job submit`, with the environment in the job's runtime_env, as its documentation has it."""
+    folder = tmp_path_factory.mktemp("job")
+    dashboard = free_port()
+    given = {
+        "PYTHON": str(bed.PYTHON),
+        "ASSETS": str(bed.assets()),
+        "OUT": str(folder),
+        "RANKS": "1",
+        "STEPS": "2",
+        "JOB": "1",
+        "LAUNCH": bed.INSTRUMENT,
+        "ZYGOTE": str(fork_server.socket),
+        "ZYGOTE_PYTHON": str(bed.PYTHON),
+        "PYTHONPATH": str(bed.BED),
+        "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": "verl_cpu.register",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "RAY_AUTH_MODE": "token",
+        "VERL_OTEL_FOLDER": str(folder / "verl-otel"),
+        "OTEL_RESOURCE_ATTRIBUTES": "team=rl",
+    }
+    entrypoint = [str(bed.BED / "run_ppo.sh"), *bed.PPO_WITH_CRITIC_AND_REFERENCE, *bed.FAST_SAMPLER]
+    log = folder / "run.log"
+    with bed.cluster(free_port(), dashboard=dashboard), log.open("wb") as output:
+        submitted = subprocess.run(
+            [
+                *(bed.PYTHON.parent / "ray", "job", "submit", "--address", f"http://127.0.0.1:{dashboard}"),
+                *("--runtime-env-json", json.dumps({"env_vars": given}), "--", *entrypoint),
+            ],
+            env=bed.clean_environment(RAY_AUTH_MODE="token"),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=300,
+        )
+    run = bed.Run(submitted.returncode, folder, log, 0.0)
+    assert run.returncode == 0, run.output[-4000:]
+    return run
+
+
+def test_a_submitted_job_has_whole_traces_and_no_orphans(job):
+    recording = reader.load(job.telemetry)
+    steps = step_traces(recording.spans)
+    assert sorted(steps) == [1, 2]
+    for trace in steps.values():
+        assert_complete_ppo_step(trace, ranks=["0"])
+        assert_trajectories(trace)
+    found = {root(trace).name: orphans(trace) for trace in traces(recording.spans).values()}
+    assert found == {"verl.run": [], "verl.validation": [], "verl.step": []}
+    roles = {s.resource["verl.process.role"] for s in recording.spans}
+    assert roles >= {"launcher", "trainer", "worker", "agent_loop", "rollout_server", "reward_worker"}
+    assert {s.resource["team"] for s in recording.spans} == {"rl"}
+
+
+def test_a_submitted_job_is_one_run_that_has_finished(job):
+    recording = reader.load(job.telemetry)
+    assert [e.attributes["verl.run.state"] for e in recording.events_named("verl.run.finished")] == ["finished"]
+    assert [line for line in job.output.splitlines() if "verl-otel:" in line] == []
