@@ -17,10 +17,11 @@ from opentelemetry.metrics import MeterProvider
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import TracerProvider, set_span_in_context
 
-from verl_otel import border, events, hardware
+from verl_otel import border, config, events, hardware
 from verl_otel.background import Background
 from verl_otel.config import BASIC, Settings
 from verl_otel.export import lifetime, otlp, providers
+from verl_otel.export.server_targets import ServerTargets
 from verl_otel.identity import LAUNCHER, TRAINER, Identity
 from verl_otel.metrics.distributions import Distributions
 from verl_otel.metrics.instruments import Instruments
@@ -114,6 +115,7 @@ class Telemetry:
             self.tracer, sampler, self.instruments, identity, settings.trajectories, self.run_context
         )
         self.servers = Servers(self.tracer, ServerMetrics(self.background, self.instruments, identity))
+        self.server_targets = ServerTargets(identity, settings.folder)
         self._run_span: Any = None
         self._run_started = self._run_finished = False
         self._pid = os.getpid()
@@ -122,8 +124,11 @@ class Telemetry:
 
     def start(self) -> None:
         """Begin what goes on by itself: the sampling of this node's hardware."""
-        if self.settings.levels.wants("hardware", BASIC) and providers.exporter_names("metrics"):
+        if self._exports_metrics_of("hardware"):
             hardware.start(self.identity, self.providers.meter)
+
+    def _exports_metrics_of(self, module: str) -> bool:
+        return self.settings.levels.wants(module, BASIC) and bool(providers.exporter_names("metrics"))
 
     # ---- what verl logs, and what other processes ask for -----------------------------------------------------------
 
@@ -147,6 +152,11 @@ class Telemetry:
     def report(self, stage: int) -> ReportOfRank:
         """On a rank: its calls for a stage, and what users have logged here."""
         return self.workers.reported(stage), self.user.take()
+
+    def server_launched(self, replica: Any) -> None:
+        """verl's `RolloutReplica` has launched its servers: let Prometheus find their own metrics."""
+        if self._exports_metrics_of("server"):
+            self.server_targets.launched(replica)
 
     # ---- the run ------------------------------------------------------------------------------------------------
 
@@ -219,6 +229,7 @@ class Telemetry:
                 self.budget.spend(0.4, broadcast)
             except Exception:
                 border.caught("flushing the other processes")
+        self.server_targets.remove()
         self.budget.spend(0.6, self.flush)
 
     def close(self) -> None:
@@ -232,6 +243,8 @@ class Telemetry:
             fail(self._run_span, error)
             self._run_span.end()
             self._run_span = None
+        if self.identity.role == LAUNCHER and config.ACTIVE not in os.environ:  # else a process of the run started it
+            self.server_targets.remove()
         self.background.release()
         self.budget.spend(0.6, self.flush)
         self.budget.spend(0.3, hardware.stop)

@@ -22,6 +22,7 @@ from verl_otel.hooks import (
     ray_init,
     register,
     reward_loop,
+    rollout_replica,
     rollout_server,
     rollout_trace,
     timer,
@@ -64,6 +65,7 @@ HOOKS = (
     Hook("engine", "verl.workers.engine_workers", engine.install),
     Hook("llm_client", "verl.workers.rollout.llm_server", llm_client.install),
     Hook("llm_client", "verl.experimental.agent_loop.agent_loop", llm_client.install_before_0_8),
+    Hook("rollout_replica", "verl.workers.rollout.replica", rollout_replica.install),
     Hook("reward_loop", "verl.experimental.reward_loop.reward_loop", reward_loop.install),
 )
 
