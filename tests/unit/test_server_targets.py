@@ -130,13 +130,13 @@ def test_servers_of_reward_models_and_teachers_are_told_apart(tmp_path, serve):
 def test_a_server_without_metrics_is_no_target(tmp_path, serve, caplog, answer):
     """SGLang without `enable_metrics`; TRT-LLM, whose `/metrics` is JSON."""
     announce(ServerTargets(IDENTITY, str(tmp_path)), replica(serve(**answer)[0]))
-    assert files(tmp_path) == {} and caplog.text == ""
+    assert files(tmp_path) == {} and "rollout server" not in caplog.text
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:my_server_0_0", "127.0.0.1:1", "", "None", "no such host:80"])
 def test_an_address_that_is_none_is_no_target_and_no_complaint(tmp_path, caplog, address):
     announce(ServerTargets(IDENTITY, str(tmp_path)), replica(address))
-    assert files(tmp_path) == {} and caplog.text == "" and border.failures() == {}
+    assert files(tmp_path) == {} and "rollout server" not in caplog.text and border.failures() == {}
 
 
 def test_a_server_that_is_busy_is_asked_again(tmp_path, serve):
