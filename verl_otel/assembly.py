@@ -229,7 +229,7 @@ class Telemetry:
                 self.budget.spend(0.4, broadcast)
             except Exception:
                 border.caught("flushing the other processes")
-        self.server_targets.remove()
+        self.background.defer(self.server_targets.remove)
         self.budget.spend(0.6, self.flush)
 
     def close(self) -> None:
@@ -244,7 +244,7 @@ class Telemetry:
             self._run_span.end()
             self._run_span = None
         if self.identity.role == LAUNCHER and config.ACTIVE not in os.environ:  # else a process of the run started it
-            self.server_targets.remove()
+            self.background.defer(self.server_targets.remove)
         self.background.release()
         self.budget.spend(0.6, self.flush)
         self.budget.spend(0.3, hardware.stop)

@@ -65,11 +65,11 @@ def replica(address, rank=0, **more):
 
 
 def announce(targets, *replicas):
-    before = set(threading.enumerate())
     for one in replicas:
         targets.launched(one)
-    for thread in set(threading.enumerate()) - before:
-        thread.join(10)
+    for thread in threading.enumerate():
+        if thread.name == "verl-otel-server-targets":
+            thread.join(10)
 
 
 def files(folder):
@@ -276,6 +276,7 @@ def test_the_end_of_training_and_of_the_launcher_remove_the_targets(memory, monk
         announce(SimpleNamespace(launched=made.server_launched), replica(address))
         assert len(files(tmp_path)) == 1
         getattr(made, end)()
+        memory.settle()
         assert files(tmp_path) == {}
 
 
@@ -285,4 +286,5 @@ def test_a_launcher_inside_a_run_leaves_the_targets(memory, monkeypatch, tmp_pat
     made = memory.process("launcher")
     announce(SimpleNamespace(launched=made.server_launched), replica(serve()[0]))
     made.close()
+    memory.settle()
     assert len(files(tmp_path)) == 1
