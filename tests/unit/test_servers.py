@@ -217,6 +217,12 @@ def test_a_request_that_is_not_recorded_tells_the_engine_so(process, carrier):
     assert inside.is_valid and not inside.trace_flags.sampled
 
 
+def test_the_characters_of_a_text_are_no_tokens(process, memory, carrier):
+    ask(Observed(), "a prompt", {}, "r", **{CARRIER: carrier})
+    assert attr.INPUT_TOKENS not in memory.span("verl.server.generate").attributes
+    assert memory.values("verl.server.tokens", "gen_ai.token.type") == {("output",): 3}
+
+
 def test_an_error_goes_through_and_is_on_the_span(process, memory, carrier):
     with pytest.raises(ValueError, match="too long"):
         ask(Observed(ValueError("too long")), [1, 2], {}, "r", **{CARRIER: carrier})

@@ -46,7 +46,7 @@ class Servers:
 
         Args:
             carrier: of the caller's context, None if it sent none.
-            prompt: ids of the prompt's tokens.
+            prompt: ids of the prompt's tokens; TRT-LLM's server takes a text, too.
         """
         try:
             if otel_context.get_value(_REQUEST):
@@ -56,7 +56,7 @@ class Servers:
             context = sent or otel_context.get_current()
             context = otel_context.set_value(_REQUEST, True, context)
             stage = str(baggage.get_baggage(attr.STAGE, context) or "rollout")
-            tokens = len(prompt) if hasattr(prompt, "__len__") else None
+            tokens = len(prompt) if hasattr(prompt, "__len__") and not isinstance(prompt, str) else None
             span, caller = None, trace.get_current_span(context).get_span_context()
             if caller.is_valid and caller.trace_flags.sampled:
                 attributes: dict[str, Any] = {**self._metrics.labels(stage), **self._metrics.engine}
