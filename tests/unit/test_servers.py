@@ -359,7 +359,7 @@ def test_what_is_no_count_is_not_one(value):
 def test_requests_that_wait_to_be_recorded_are_bounded_and_the_loss_is_counted(process, memory):
     metrics = process.servers._metrics
     metrics._waiting["rollout"] = [Served(1.0, "completed")] * MAX_REQUESTS
-    metrics.add("rollout", Served(1.0, "completed"))
+    metrics.ended("rollout", Served(1.0, "completed"))
     assert memory.values("verl.otel.dropped", "verl.otel.reason") == {("queue_full",): 1}
 
 

@@ -106,9 +106,15 @@ class ServerMetrics:
             attr.REPLICA: self._replica,
         }
 
-    def add(self, stage: str, served: Served) -> None:
+    def began(self) -> None:
+        """Count a request that is being answered."""
+        with self._lock:
+            self.active += 1
+
+    def ended(self, stage: str, served: Served) -> None:
         """Count a request that has ended; cheap."""
         with self._lock:
+            self.active -= 1
             waiting = self._waiting.setdefault(stage, [])
             full = len(waiting) >= MAX_REQUESTS
             if not full:

@@ -67,7 +67,7 @@ class Servers:
                 )
                 context = trace.set_span_in_context(span, context)
             request = Request(span, otel_context.attach(context), stage, tokens, time.perf_counter())
-            self._metrics.active += 1
+            self._metrics.began()
             return request
         except Exception:
             border.caught("beginning a request of a rollout server")
@@ -79,9 +79,8 @@ class Servers:
             return
         try:
             seconds = time.perf_counter() - request.started
-            self._metrics.active -= 1
             served = Served.of(output, error, seconds, request.prompt_tokens)
-            self._metrics.add(request.stage, served)
+            self._metrics.ended(request.stage, served)
             if request.span is not None:
                 request.span.set_attributes(served.on_span())
                 fail(request.span, error)
