@@ -1,6 +1,7 @@
 """How Prometheus finds the rollout servers' own metrics (`export/server_targets.py`, `hooks/rollout_replica.py`)."""
 
 import asyncio
+import importlib
 import json
 import os
 import stat
@@ -147,7 +148,8 @@ def test_a_server_that_is_busy_is_asked_again(tmp_path, serve):
 
 def test_a_proxy_of_the_environment_is_not_asked(tmp_path, serve, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    announce(ServerTargets(IDENTITY, str(tmp_path)), replica(serve()[0]))
+    fresh = importlib.reload(server_targets)
+    announce(fresh.ServerTargets(IDENTITY, str(tmp_path)), replica(serve()[0]))
     assert len(files(tmp_path)) == 1
 
 

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from opentelemetry import baggage, trace
 from opentelemetry import context as otel_context
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from verl_otel import telemetry
 from verl_otel.hooks import rollout_server
@@ -208,6 +209,13 @@ def test_other_requests_have_none_and_are_counted_all_the_same(process, memory, 
     assert [s.name for s in memory.spans] == ["verl.generate"]
     stage = "validation" if sent == not_sampled(carrier) else "rollout"
     assert memory.values("verl.server.requests", "stage", "verl.stop_reason") == {(stage, "completed"): 1}
+
+
+def test_no_sampler_records_a_request_of_a_trajectory_that_is_not_recorded(new_memory, monkeypatch, carrier):
+    memory = new_memory(sampler=ALWAYS_ON)  # which looks at no parent
+    monkeypatch.setattr(telemetry, "_current", memory.process("rollout_server"))
+    ask(Observed(), [1], {}, "r", **{CARRIER: not_sampled(carrier)})
+    assert memory.spans == []
 
 
 def test_a_request_that_is_not_recorded_tells_the_engine_so(process, carrier):
