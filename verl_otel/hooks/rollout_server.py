@@ -69,7 +69,7 @@ def _travelling(method: Callable[..., Any]) -> Callable[..., Any]:
     async def generate(self: Any, *args: Any, _verl_otel_carrier: Any = None, **kwargs: Any) -> Any:
         try:
             from verl_otel.hooks import rollout_server
-        except ImportError:
+        except Exception:  # it is not there, or cannot be imported there
             return await method(self, *args, **kwargs)
         request = rollout_server.enter(self, _verl_otel_carrier, args, kwargs)
         try:
