@@ -18,10 +18,11 @@ from opentelemetry.metrics import MeterProvider
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import TracerProvider, set_span_in_context
 
-from verl_otel import border, events, hardware
+from verl_otel import border, config, events, hardware
 from verl_otel.background import Background
 from verl_otel.config import BASIC, Settings
 from verl_otel.export import lifetime, otlp, providers
+from verl_otel.export.server_targets import ServerTargets
 from verl_otel.export.termination import OnTermination, Terminated
 from verl_otel.identity import LAUNCHER, TRAINER, Identity, in_ray_worker
 from verl_otel.metrics.distributions import Distributions
@@ -29,12 +30,14 @@ from verl_otel.metrics.instruments import Instruments
 from verl_otel.metrics.ranks import Ranks, ReportOfRank
 from verl_otel.metrics.recorder import WAIT_FOR_VALUES, Logged, Recorder
 from verl_otel.metrics.samples import Samples
+from verl_otel.metrics.servers import ServerMetrics
 from verl_otel.metrics.step_values import StepValues
 from verl_otel.metrics.user import UserMetrics
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import metrics as names
 from verl_otel.tracing import ids
 from verl_otel.tracing.errors import describe, fail
+from verl_otel.tracing.servers import Servers
 from verl_otel.tracing.steps import Steps
 from verl_otel.tracing.trajectories import Trajectories
 from verl_otel.tracing.workers import Workers
@@ -113,6 +116,8 @@ class Telemetry:
         self.trajectories = Trajectories(
             self.tracer, sampler, self.instruments, identity, settings.trajectories, self.run_context
         )
+        self.servers = Servers(self.tracer, ServerMetrics(self.background, self.instruments, identity))
+        self.server_targets = ServerTargets(identity, settings.folder)
         self._run_span: Any = None
         self._run_started = self._run_finished = False
         self._pid = os.getpid()
@@ -125,8 +130,11 @@ class Telemetry:
         # Ray's workers handle signals in C++, which Python does not know of.
         if threading.current_thread() is threading.main_thread() and not in_ray_worker():
             self._on_termination = OnTermination(lambda: self.flush(1.0), lambda: self._end(Terminated("by SIGTERM")))
-        if self.settings.levels.wants("hardware", BASIC) and providers.exporter_names("metrics"):
+        if self._exports_metrics_of("hardware"):
             hardware.start(self.identity, self.providers.meter)
+
+    def _exports_metrics_of(self, module: str) -> bool:
+        return self.settings.levels.wants(module, BASIC) and bool(providers.exporter_names("metrics"))
 
     # ---- what verl logs, and what other processes ask for -----------------------------------------------------------
 
@@ -150,6 +158,11 @@ class Telemetry:
     def report(self, stage: int) -> ReportOfRank:
         """On a rank: its calls for a stage, and what users have logged here."""
         return self.workers.reported(stage), self.user.take()
+
+    def server_launched(self, replica: Any) -> None:
+        """verl's `RolloutReplica` has launched its servers: let Prometheus find their own metrics."""
+        if self._exports_metrics_of("server"):
+            self.server_targets.launched(replica)
 
     # ---- the run ------------------------------------------------------------------------------------------------
 
@@ -222,6 +235,7 @@ class Telemetry:
                 self.budget.spend(0.4, broadcast)
             except Exception:
                 border.caught("flushing the other processes")
+        self.background.defer(self.server_targets.remove)
         self.budget.spend(0.6, self.flush)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -236,6 +250,8 @@ class Telemetry:
             fail(self._run_span, error)
             self._run_span.end()
             self._run_span = None
+        if self.identity.role == LAUNCHER and config.ACTIVE not in os.environ:  # else a process of the run started it
+            self.background.defer(self.server_targets.remove)
         self.background.release()
         self.budget.spend(0.6, self.flush)
         self.budget.spend(0.3, hardware.stop)

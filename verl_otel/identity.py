@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 CHECKPOINT_FILE = ".verl-otel.json"
 """Beside verl's checkpoints: the run and the attempt that have saved them."""
 
+RESOURCE_ATTRIBUTES = "OTEL_RESOURCE_ATTRIBUTES"
+
 LAUNCHER, TRAINER, WORKER, AGENT_LOOP = "launcher", "trainer", "worker", "agent_loop"
 ROLLOUT_SERVER, REWARD_WORKER, OTHER = "rollout_server", "reward_worker", "other"
 
@@ -51,6 +53,11 @@ _SERVICE_OF_ROLE = {
 def role_of_class(name: str) -> str:
     """The role of a process, by the class of the Ray actor that runs there."""
     return next((role for pattern, role in _ROLE_OF_CLASS if pattern.search(name)), OTHER)
+
+
+def model_of_server(actor_name: str) -> str:
+    """Whose model a rollout server has, by the name that verl gives its actor: `rollout`, `reward` or `teacher`."""
+    return next((model for model in ("reward", "teacher") if f"_{model}_" in actor_name), "rollout")
 
 
 def new_run_id() -> str:
@@ -114,6 +121,14 @@ def _resumed_folder(trainer_config: Any) -> str:
     return ""
 
 
+def tidy_resource_attributes() -> None:
+    """In a worker: take the empty parts out of `OTEL_RESOURCE_ATTRIBUTES`, which Ray makes where a node has none of its
+    own (`hooks/ray_init.py`), and of which the SDK would warn."""
+    text = os.environ.get(RESOURCE_ATTRIBUTES, "")
+    if text.startswith(",") or ",," in text:
+        os.environ[RESOURCE_ATTRIBUTES] = ",".join(filter(None, text.split(",")))
+
+
 def in_ray_itself() -> bool:
     """Whether this is Ray's command or one of its own processes: they outlive a run, and must not name it."""
     own = re.compile(r"(?:^|/)ray$|-packages/ray/")
@@ -137,7 +152,7 @@ def name_run(trainer_config: Any) -> None:
             os.environ.setdefault(variable, str(value))
 
 
-def _ray_actor() -> tuple[str, str]:
+def ray_actor() -> tuple[str, str]:
     """(class name, actor name) of the Ray actor in which this code runs, empty strings elsewhere."""
     ray = sys.modules.get("ray")
     if ray is None or not in_ray_worker() or not ray.is_initialized():
@@ -169,7 +184,7 @@ class Identity:
         """Read the identity from the environment and, where Ray is loaded, from the actor that runs here."""
         class_name = actor_name = ""
         try:
-            class_name, actor_name = _ray_actor()
+            class_name, actor_name = ray_actor()
         except Exception:
             border.caught("reading the Ray actor's name")
         if not in_ray_worker():

@@ -4,6 +4,7 @@ Runs in every Python process under `opentelemetry-instrument`, most of which nev
 and does nothing else.
 """
 
+import os
 from collections.abc import Collection
 from typing import Any
 
@@ -33,6 +34,8 @@ class VerlInstrumentor(BaseInstrumentor):
         config.publish(kwargs.get("levels"), kwargs.get("rank_detail"), kwargs.get("export_interval"))
         if not identity.in_ray_itself():
             identity.ensure_run_id()
+        if config.ACTIVE in os.environ:
+            identity.tidy_resource_attributes()
         telemetry.enable(
             tracer_provider=kwargs.get("tracer_provider"),
             meter_provider=kwargs.get("meter_provider"),

@@ -18,7 +18,7 @@ from verl_otel.tracing.ids import DerivedIdGenerator
 
 SEAMS = {
     "ray": ["init"],
-    "ray.actor": ["ActorClass._remote", "ActorMethod._remote"],
+    "ray.actor": ["ActorClass._remote", "ActorMethod._remote", "_make_actor"],
     "verl.utils.profiler.performance": ["_timer"],
     "verl.utils.tracking": ["Tracking.__init__", "Tracking.log", "Tracking.finish"],
     "verl.single_controller.base.decorator": ["register"],
@@ -31,6 +31,7 @@ SEAMS = {
     "verl.trainer.ppo.metric_utils": ["compute_data_metrics"],
     "verl.workers.engine_workers": ["TrainingWorker._postprocess_output"],
     "verl.workers.rollout.llm_server": ["LLMServerClient.generate"],
+    "verl.workers.rollout.replica": ["RolloutReplica.init_hybrid", "RolloutReplica.init_standalone"],
     "verl.trainer.ppo.v1.trainer_base": ["PPOTrainer.fit", "PPOTrainer.init", "PPOTrainer._validate"],
     "verl.experimental.reward_loop.reward_loop": ["RewardLoopWorker.compute_score"],
 }
@@ -94,7 +95,8 @@ def instrumented():
 def test_every_hook_fits_this_version_and_uninstrument_puts_every_name_back():
     before = seams()
     with instrumented():
-        assert hooks.status() == {hook.seam: "installed" for hook in hooks.HOOKS}
+        fitting = [hook for hook in hooks.HOOKS if hook.name != "engine_tracing"]  # no engine is installed here
+        assert hooks.status() == {hook.seam: "installed" for hook in fitting}
         replaced = seams()
         assert [seam for seam in before if replaced[seam] is before[seam]] == []
     after = seams()

@@ -1,4 +1,7 @@
-"""A real run whose processes are scraped by a real Prometheus, with no Collector (`export/prometheus.py`)."""
+"""A real run whose processes are scraped by a real Prometheus, with no Collector (`export/prometheus.py`).
+
+So are its rollout servers (`export/server_targets.py`), whose `/metrics` is a stub of vLLM's.
+"""
 
 import json
 import subprocess
@@ -10,22 +13,27 @@ from collections import Counter
 
 import bed
 import pytest
+import yaml
 from binaries import ROOT, binary
 from stack import free_ports
 
 pytestmark = [pytest.mark.run, pytest.mark.stack]
 
-CONFIGURATION = ROOT / "deploy" / "prometheus" / "scrape-processes.yaml"
+JOBS = ("scrape-processes", "scrape-rollout-servers")
+STUB = "++actor_rollout_ref.rollout.engine_kwargs.hf_cpu.stub_metrics=True"
 
 
 class Prometheus:
     def __init__(self, folder, files):
         config = folder / "prometheus.yaml"
-        text = CONFIGURATION.read_text()
-        for of_the_example, here in (("/srv/verl-otel/prometheus", str(files)), (": 5s", ": 1s"), (": 10s", ": 1s")):
-            assert text.count(of_the_example) == 1, of_the_example
-            text = text.replace(of_the_example, here)
-        config.write_text(text)
+        jobs = []
+        for job in JOBS:
+            text = (ROOT / "deploy" / "prometheus" / f"{job}.yaml").read_text()
+            for of_the_example, here in (('"/srv/verl-otel/', f'"{files}/'), (": 5s", ": 1s"), (": 10s", ": 1s")):
+                assert text.count(of_the_example) == 1, of_the_example
+                text = text.replace(of_the_example, here)
+            jobs += yaml.safe_load(text)["scrape_configs"]
+        config.write_text(yaml.safe_dump({"scrape_configs": jobs}))
         self.url = f"http://127.0.0.1:{free_ports(['web'])['web']}"
         with (folder / "prometheus.log").open("wb") as log:
             self.process = subprocess.Popen(
@@ -64,10 +72,10 @@ class Prometheus:
 def scraped(tmp_path_factory, fork_server):
     """Prometheus after the run, and the run."""
     folder = tmp_path_factory.mktemp("pull")
-    prometheus = Prometheus(folder, folder / "telemetry" / "prometheus")
+    prometheus = Prometheus(folder, folder / "telemetry")
     run = bed.run(
         folder / "run",
-        ["grpo", *bed.FAST_SAMPLER, "trainer.project_name=alpha", "trainer.experiment_name=pull"],
+        ["grpo", *bed.FAST_SAMPLER, STUB, "trainer.project_name=alpha", "trainer.experiment_name=pull"],
         steps=3,
         fork_server=fork_server,
         environment={
@@ -86,7 +94,7 @@ def scraped(tmp_path_factory, fork_server):
 
 def test_every_process_is_found_and_told_apart(scraped):
     prometheus, _ = scraped
-    up = [labels for labels, _ in prometheus.seen("up")]
+    up = [labels for labels, _ in prometheus.seen('up{job="verl-otel"}')]
     found = Counter((labels["verl_process_role"], labels.get("verl_worker_group", "")) for labels in up)
     assert found == bed.PROCESSES
     assert (
@@ -120,15 +128,62 @@ def test_prometheus_met_no_duplicate_and_every_process(scraped):
     prometheus, _ = scraped
     assert prometheus.own("prometheus_target_scrapes_sample_duplicate_timestamp_total") == 0
     assert prometheus.own("prometheus_target_scrapes_sample_out_of_order_total") == 0
-    assert len(prometheus.seen("up")) == sum(bed.PROCESSES.values())
+    assert len(prometheus.seen('up{job="verl-otel"}')) == sum(bed.PROCESSES.values())
 
 
 def test_no_target_is_left_when_the_run_is_over(scraped):
     """Ray kills its workers: the launcher tidies up after them, or `up == 0` would alert after every run."""
     _, run = scraped
-    assert list((run.folder.parent / "telemetry" / "prometheus").iterdir()) == []
+    telemetry = run.folder.parent / "telemetry"
+    assert {path.name for path in telemetry.iterdir()} >= {"prometheus", "rollout-servers"}
+    for folder in ("prometheus", "rollout-servers"):
+        assert list((telemetry / folder).iterdir()) == []
 
 
 def test_the_run_warned_of_nothing(scraped):
     _, run = scraped
     assert [line for line in run.output.splitlines() if "verl-otel:" in line] == []
+
+
+def test_the_rollout_servers_own_metrics_are_found_and_told_apart(scraped):
+    prometheus, _ = scraped
+    up = [labels for labels, _ in prometheus.seen('up{job="verl-rollout-servers"}')]
+    assert {labels["verl_replica"] for labels in up} == {"0", "1"} and len(up) == 2
+    for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
+        assert len(prometheus.seen(name)) == 2, name
+    for labels, tokens in prometheus.seen("vllm:generation_tokens_total"):
+        assert tokens > 0
+        assert (
+            labels.items()
+            >= {
+                "job": "verl-rollout-servers",
+                "verl_run_id": "pull-run",
+                "verl_run_attempt": "1",
+                "verl_project_name": "alpha",
+                "verl_experiment_name": "pull",
+                "verl_process_role": "rollout_server",
+                "gen_ai_provider_name": "hf_cpu",
+                "model_type": "rollout",
+                "model_name": "stub",
+                "engine": "0",
+            }.items()
+        )
+
+
+def test_the_servers_requests_are_counted_by_replica(scraped):
+    """By verl-otel, in the servers' processes: beside what the engine says."""
+    prometheus, _ = scraped
+    requests = {
+        (labels["verl_replica"], labels["stage"], labels["verl_stop_reason"]): count
+        for labels, count in prometheus.seen("verl_server_requests_total")
+    }
+    assert {replica for replica, _, _ in requests} == {"0", "1"}
+    assert {stage for _, stage, _ in requests} == {"rollout", "validation"}
+    answered = sum(count for labels, count in prometheus.seen("vllm:request_success_total"))
+    assert sum(requests.values()) == pytest.approx(answered, rel=0.5), "the last scrapes are not at one moment"
+    tokens = {(labels["gen_ai_token_type"]) for labels, _ in prometheus.seen("verl_server_tokens_total")}
+    assert tokens == {"input", "output"}
+    durations = prometheus.seen("gen_ai_server_request_duration_seconds_count")
+    assert {labels["gen_ai_provider_name"] for labels, _ in durations} == {"hf_cpu"}
+    versions = dict((labels["verl_replica"], value) for labels, value in prometheus.seen("verl_server_policy_version"))
+    assert versions.keys() == {"0", "1"} and all(0 <= value <= 3 for value in versions.values())

@@ -83,6 +83,7 @@ def test_jaeger_has_each_step_with_all_stages_and_both_ranks(jaeger):
         "verl-trainer",
         "verl-worker",
         "verl-agent-loop",
+        "verl-rollout-server",
         "verl-reward",
     }
 

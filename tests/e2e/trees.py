@@ -87,6 +87,12 @@ def assert_trajectories(trace: list[Span]) -> None:
         inside = Counter(s.name for s in children(trace, trajectory))
         assert inside["verl.generate"] >= 1 and inside["verl.compute_score"] == 1, inside
     assert {s.resource["service.name"] for s in trace if s.name == "verl.compute_score"} >= {"verl-agent-loop"}
+    for generate in [s for s in trace if s.name == "verl.generate"]:
+        (served,) = children(trace, generate)
+        assert (served.name, served.resource["service.name"]) == ("verl.server.generate", "verl-rollout-server")
+        assert generate.start <= served.start <= served.end <= generate.end
+        assert served.attributes["verl.replica"] in ("0", "1") and served.attributes["gen_ai.usage.output_tokens"] > 0
+        assert served.attributes["stage"] == "rollout"
 
 
 def unnamed_share(trace: list[Span]) -> float:

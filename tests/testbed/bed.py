@@ -181,13 +181,25 @@ class ForkServer:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+SECOND_NODE = "127.0.0.2"
+
+
 @contextmanager
-def cluster(port: int) -> Iterator[str]:
-    """A Ray cluster that was started before, without any of our settings. Gives its address."""
+def cluster(port: int, dashboard: int | None = None, nodes: Sequence[str] = ("",)) -> Iterator[str]:
+    """A Ray cluster that was started before, without any of our settings. Gives its address.
+
+    Args:
+        dashboard: port of the dashboard, which takes jobs; None for none.
+        nodes: one or two, each by the variables of its own, `A=1 B=2`; of two, each has one logical GPU.
+    """
     folder = Path(tempfile.mkdtemp(prefix="vc", dir="/tmp"))
-    env = clean_environment(PYTHON=str(PYTHON), RAY_TMP=str(folder), PORT=str(port))
-    subprocess.run([BED / "cluster.sh", "start"], env=env, check=True, stdout=subprocess.DEVNULL, timeout=180)
+    env = clean_environment(PYTHON=str(PYTHON), RAY_TMP=str(folder), PORT=str(port), GPUS=str(2 // len(nodes)))
+    if dashboard is not None:
+        env["DASHBOARD_PORT"] = str(dashboard)
     try:
+        for command, own in zip(("start", "join"), nodes, strict=False):
+            node = {**env, "NODE": SECOND_NODE, "NODE_ENV": own}
+            subprocess.run([BED / "cluster.sh", command], env=node, check=True, stdout=subprocess.DEVNULL, timeout=180)
         yield f"127.0.0.1:{port}"
     finally:
         subprocess.run([BED / "cluster.sh", "stop"], env=env, check=False, stdout=subprocess.DEVNULL, timeout=60)

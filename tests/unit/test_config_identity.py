@@ -204,7 +204,7 @@ def test_a_process_of_torchrun_is_a_worker_with_its_rank(run_1, monkeypatch):
 )
 def test_a_ray_actors_role_is_told_by_its_class(run_1, monkeypatch, class_name, actor_name, role, index):
     monkeypatch.setattr(sys, "argv", ["/ray/default_worker.py", "--x"])
-    monkeypatch.setattr(identity, "_ray_actor", lambda: (class_name, actor_name))
+    monkeypatch.setattr(identity, "ray_actor", lambda: (class_name, actor_name))
     monkeypatch.setenv("RANK", "5")
     found = Identity.detect()
     assert (found.role, found.worker_group, found.worker_index) == (role, class_name, index)
@@ -215,7 +215,7 @@ def test_an_actor_that_cannot_be_read_is_a_process_all_the_same(run_1, monkeypat
         raise RuntimeError("no actor")
 
     monkeypatch.setattr(sys, "argv", ["/ray/default_worker.py"])
-    monkeypatch.setattr(identity, "_ray_actor", fail)
+    monkeypatch.setattr(identity, "ray_actor", fail)
     assert Identity.detect() == Identity("run-1", 1, "other")
     assert border.failures() == {"reading the Ray actor's name": 1}
 

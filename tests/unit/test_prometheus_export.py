@@ -24,7 +24,7 @@ from opentelemetry.sdk.resources import Resource
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from verl_otel.export import prometheus, providers
+from verl_otel.export import prometheus, providers, targets
 from verl_otel.export.prometheus import PrometheusReader
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -536,7 +536,7 @@ def test_a_half_written_file_is_never_seen(process, root, monkeypatch):
         seen.extend((root / "prometheus").glob("*.json"))  # also hidden ones, as Go's glob
         dump(value, file)
 
-    monkeypatch.setattr(prometheus.json, "dump", slow)
+    monkeypatch.setattr(targets.json, "dump", slow)
     process()
     assert seen == []
     assert len(files(root)) == 1

@@ -6,11 +6,13 @@ import os
 from types import ModuleType
 
 import pytest
+from opentelemetry.sdk.resources import OTELResourceDetector
 
-from verl_otel import border, telemetry
+from verl_otel import border, identity, telemetry
 from verl_otel.hooks import ray_init
 from verl_otel.hooks.patches import Patches
 from verl_otel.hooks.ray_init import environment, with_environment
+from verl_otel.identity import Identity
 
 
 @pytest.fixture
@@ -116,7 +118,6 @@ def test_the_folder_is_absolute_since_workers_run_elsewhere(launcher, monkeypatc
         "OTEL_EXPORTER_OTLP_TRACES_HEADERS",
         "OTEL_EXPORTER_OTLP_METRICS_HEADERS",
         "OTEL_EXPORTER_OTLP_LOGS_HEADERS",
-        "OTEL_RESOURCE_ATTRIBUTES",
     ],
 )
 def test_a_dollar_in_a_header_is_kept_from_rays_expansion(launcher, monkeypatch, variable):
@@ -124,6 +125,78 @@ def test_a_dollar_in_a_header_is_kept_from_rays_expansion(launcher, monkeypatch,
     value = environment(launcher())[variable]
     assert value == "authorization=pa%24HOME%24{PATH}%24%24,x=1"
     assert os.path.expandvars(value) == value  # what Ray does with it in the worker
+
+
+def in_worker(value, own, monkeypatch):
+    """The resource of a worker on a node with `OTEL_RESOURCE_ATTRIBUTES=own`, to which Ray has given `value`."""
+    from ray._private.utils import update_envs
+
+    if own is None:
+        monkeypatch.delenv("OTEL_RESOURCE_ATTRIBUTES", raising=False)
+    else:
+        monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", own)
+    update_envs({"OTEL_RESOURCE_ATTRIBUTES": value} if value is not None else {})
+    identity.tidy_resource_attributes()
+    return dict(OTELResourceDetector().detect().attributes)
+
+
+LAUNCHERS = (
+    "team=rl,deployment.environment.name=research,host.name=head,host.id=7,k8s.pod.name=head-abc,k8s.pod.uid=1,"
+    "k8s.node.name=node-1,k8s.container.name=ray-head,k8s.job.name=submitter,container.id=c0ffee,os.type=linux,"
+    "process.pid=1,cloud.availability_zone=a,k8s.cluster.name=east,k8s.namespace.name=rl,cloud.region=eu"
+)
+SHARED = {
+    "team": "rl",
+    "deployment.environment.name": "research",
+    "k8s.cluster.name": "east",
+    "k8s.namespace.name": "rl",
+    "cloud.region": "eu",
+}
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (None, SHARED),
+        ("", SHARED),
+        ("k8s.pod.name=worker-7", {**SHARED, "k8s.pod.name": "worker-7"}),
+        ("k8s.pod.name=worker-7,team=of%20the%20cluster", {**SHARED, "k8s.pod.name": "worker-7"}),
+    ],
+)
+def test_a_worker_has_what_the_run_says_and_what_its_own_node_says(launcher, monkeypatch, caplog, own, expected):
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", LAUNCHERS)
+    value = environment(launcher())["OTEL_RESOURCE_ATTRIBUTES"]
+    assert in_worker(value, own, monkeypatch) == expected
+    assert caplog.text == "", "the SDK warns of empty parts"
+
+
+@pytest.mark.parametrize("launchers", [None, "", " , ,", "host.name=head,k8s.pod.name=head-abc"])
+def test_a_launcher_that_says_nothing_of_the_run_leaves_the_workers_their_own(launcher, monkeypatch, launchers):
+    if launchers is not None:
+        monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", launchers)
+    env = environment(launcher())
+    assert "OTEL_RESOURCE_ATTRIBUTES" not in env
+    assert in_worker(None, "k8s.pod.name=worker-7", monkeypatch) == {"k8s.pod.name": "worker-7"}
+
+
+def test_a_dollar_in_an_attribute_is_kept_from_rays_expansion(launcher, monkeypatch):
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "price=$HOME${PATH}$$")
+    value = environment(launcher())["OTEL_RESOURCE_ATTRIBUTES"]
+    assert in_worker(value, None, monkeypatch) == {"price": "$HOME${PATH}$$"}
+
+
+def test_a_detector_that_the_user_asks_for_is_heard_in_every_process(launcher, monkeypatch):
+    """`os` is one of the SDK's; those for Kubernetes and clouds are packages of their own."""
+    monkeypatch.setenv("OTEL_EXPERIMENTAL_RESOURCE_DETECTORS", "otel,os")
+    assert environment(launcher())["OTEL_EXPERIMENTAL_RESOURCE_DETECTORS"] == "otel,os"
+    assert Identity("run-1", 1, "worker").resource().attributes["os.type"] == "linux"
+
+
+def test_nothing_is_guessed_from_the_variables_of_a_pod(monkeypatch):
+    for name in ("RAY_CLUSTER_NAME", "POD_NAME", "POD_NAMESPACE", "NODE_NAME", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.setenv(name, "x")
+    found = Identity("run-1", 1, "worker").resource().attributes
+    assert [name for name in found if name.startswith("k8s.")] == []
 
 
 def test_a_header_with_a_dollar_means_the_same_to_the_exporter(launcher, monkeypatch):

@@ -25,7 +25,7 @@ LEVELS = {"basic", "detailed"}
 INSTRUMENTS = {"gauge", "counter", "updowncounter", "histogram"}
 MODULES = {
     *("trainer", "actor", "critic", "ref", "rollout", "reward", "advantage"),
-    *("validation", "weight_sync", "hardware", "telemetry"),
+    *("validation", "weight_sync", "server", "hardware", "telemetry"),
 }
 MODEL_TYPES = {"actor", "critic", "ref", "reward", "rollout", "teacher", "none"}
 REDUCTIONS = {"mean", "max", "min", "sum", "last"}
@@ -92,7 +92,7 @@ def test_a_reward_of_exactly_0_or_1_has_a_bucket_of_its_own():
 
 @each()
 def test_a_metric_is_described_by_closed_sets(metric):
-    assert re.fullmatch(r"(verl|hw|system)(\.[a-z0-9_]+)+", metric.name)
+    assert re.fullmatch(r"(verl|hw|system|gen_ai)(\.[a-z0-9_]+)+", metric.name)
     assert metric.level in LEVELS
     assert metric.module in MODULES
     assert metric.instrument in INSTRUMENTS

@@ -1,18 +1,14 @@
 """Metrics for a Prometheus without a Collector: `OTEL_METRICS_EXPORTER=prometheus`.
 
 Every process serves its metrics on a port of its own and leaves a file that says where,
-`<VERL_OTEL_FOLDER>/prometheus/<run id>-<role>-<host>-<pid>.json`, in the format of Prometheus' `file_sd_configs`: one
-job with the glob `prometheus/*.json` finds every process of every run (`deploy/prometheus/scrape-processes.yaml`). The
-runs share a folder because Prometheus takes a `*` in the last part of the path only. The names of metrics are those
-that the Collector's way gives; there are no exemplars.
+`<VERL_OTEL_FOLDER>/prometheus/<run id>-<role>-<host>-<pid>.json` (`verl_otel.export.targets`): one job with the glob
+`prometheus/*.json` finds every process of every run (`deploy/prometheus/scrape-processes.yaml`). The names of metrics
+are those that the Collector's way gives; there are no exemplars.
 
 - `OTEL_EXPORTER_PROMETHEUS_HOST`: where to listen. Default `localhost`; for a Prometheus on another node `0.0.0.0`, and
   then `VERL_OTEL_FOLDER` has to be a folder that this Prometheus sees too.
 - `OTEL_EXPORTER_PROMETHEUS_PORT`: default 0, a free port. A port given here goes to the first process on a node, the
   others get free ones.
-
-Every user can read the folder and its files, whatever the umask, since Prometheus is often another user. They say what
-anybody on the node can ask the port. Recordings are elsewhere and stay their owner's.
 
 A process that ends normally removes its file, and the launcher those of its whole run, since Ray ends its workers
 without asking them. One that is killed while the run goes on leaves its file, and its target is down (`up == 0`).
@@ -28,15 +24,11 @@ holds the port: it would show a frozen copy of its parent's values.
 """
 
 import errno
-import glob
 import io
-import json
 import os
-import re
 import secrets
 import socket
 import socketserver
-import stat
 import sys
 import threading
 import time
@@ -52,11 +44,9 @@ from opentelemetry.sdk.resources import Resource
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from verl_otel import border, config
+from verl_otel.export import targets
 from verl_otel.identity import LAUNCHER
 from verl_otel.semconv import attributes as attr
-
-FOLDER = "prometheus"
-"""Under `VERL_OTEL_FOLDER`: the files by which Prometheus finds the processes of all runs."""
 
 TARGET_LABELS = (
     attr.RUN_ID,
@@ -154,7 +144,7 @@ class PrometheusReader(PrometheusMetricReader):
         super().__init__(registry=registry)
         self._resource = resource
         self._labels = {
-            _label(key): str(resource.attributes[key]) for key in TARGET_LABELS if key in resource.attributes
+            targets.label(key): str(resource.attributes[key]) for key in TARGET_LABELS if key in resource.attributes
         }
         self._run_id = str(resource.attributes.get(attr.RUN_ID, "no-run"))
         self._extend = extend
@@ -239,18 +229,10 @@ class PrometheusReader(PrometheusMetricReader):
         server.run()
 
     def _announce(self, address: str) -> None:
-        folder = os.path.join(config.Settings.from_environ().folder, FOLDER)
-        os.makedirs(folder, exist_ok=True)
-        _let_read(folder)
-        target = {"targets": [address], "labels": {**self._labels, "__metrics_path__": self._path}}
+        folder = os.path.join(config.Settings.from_environ().folder, targets.PROCESSES)
         role = self._resource.attributes.get(attr.PROCESS_ROLE, "other")
-        path = os.path.join(folder, _file_name(f"{self._run_id}-{role}-{os.uname().nodename}-{os.getpid()}.json"))
-        temporary = path + ".tmp"
-        with open(temporary, "w") as file:
-            os.fchmod(file.fileno(), 0o644)
-            json.dump([target], file)
-        os.replace(temporary, path)
-        self._file = path
+        name = f"{self._run_id}-{role}-{os.uname().nodename}-{os.getpid()}"
+        self._file = targets.write(folder, name, address, {**self._labels, "__metrics_path__": self._path})
 
     def _forget(self) -> None:
         """In a forked child: give the port up, which stays the parent's."""
@@ -268,24 +250,15 @@ class PrometheusReader(PrometheusMetricReader):
             if self._server is not None:
                 self._server.close()
             if self._file:
-                _remove(self._file)
+                targets.remove(self._file)
         if self._file and self._resource.attributes.get(attr.PROCESS_ROLE) == LAUNCHER:
             self._remove_those_of_the_run()
 
     def _remove_those_of_the_run(self) -> None:
         if config.ACTIVE in os.environ:
             return  # started by a process of the run: the run goes on
-        of_the_run = os.path.join(os.path.dirname(self._file), _file_name(self._run_id))
-        for path in glob.glob(glob.escape(of_the_run) + "-*.json"):  # and of runs whose name goes on like this
-            try:
-                with open(path) as file:
-                    labels = json.load(file)[0]["labels"]
-                if all(
-                    labels.get(key) == self._labels.get(key) for key in map(_label, (attr.RUN_ID, attr.RUN_ATTEMPT))
-                ):
-                    _remove(path)
-            except (OSError, ValueError, LookupError, TypeError, AttributeError):
-                pass  # gone, or not ours
+        attempt = self._resource.attributes.get(attr.RUN_ATTEMPT)
+        targets.remove_all(os.path.dirname(self._file), self._run_id, attempt)
 
 
 def _listen() -> _Server:
@@ -326,28 +299,3 @@ def _node_address() -> str:
             return probe.getsockname()[0]
         except OSError:
             return os.uname().nodename
-
-
-def _label(attribute: str) -> str:
-    return attribute.replace(".", "_")
-
-
-def _file_name(text: str) -> str:
-    return re.sub(r"[^\w.-]|^\.+", "_", text)
-
-
-def _remove(path: str) -> None:
-    try:
-        os.unlink(path)
-    except OSError:
-        pass  # somebody has tidied up
-
-
-def _let_read(folder: str) -> None:
-    """Let every user list a folder and what is in it, if that is ours to say."""
-    try:
-        mode = stat.S_IMODE(os.stat(folder).st_mode)
-        if mode & 0o755 != 0o755:
-            os.chmod(folder, mode | 0o755)
-    except PermissionError:
-        pass

@@ -21,7 +21,7 @@ from opentelemetry.trace import get_current_span
 
 from verl_otel import border, telemetry
 from verl_otel.hooks.patches import Patches
-from verl_otel.identity import AGENT_LOOP, LAUNCHER, REWARD_WORKER, TRAINER, role_of_class
+from verl_otel.identity import AGENT_LOOP, LAUNCHER, REWARD_WORKER, ROLLOUT_SERVER, TRAINER, role_of_class
 from verl_otel.metrics.ranks import Called
 from verl_otel.tracing import propagation
 
@@ -91,7 +91,7 @@ _ROLE = re.compile(r"(?:actor_rollout_ref|actor_rollout|actor|critic|ref|rollout
 def _will_report(actor: Any, kind: str, method: str) -> None:
     try:
         t = telemetry.peek()
-        if t is not None and t.identity.role in (TRAINER, LAUNCHER):
+        if t is not None and t.identity.role in (TRAINER, LAUNCHER) and _role(actor) != ROLLOUT_SERVER:
             stage = get_current_span().get_span_context().span_id
             method = _ROLE.sub("", method, count=1) if kind == propagation.BY_VALUE else method
             call = Called(_ranks.get(actor, "?"), method, time.time_ns())
@@ -162,8 +162,11 @@ def ask_for_values() -> Answers | None:
 
 def _logs_of_users(actor: Any) -> bool:
     """Ranks are asked with their stages; of the others, those in which users' code runs."""
-    name = actor._ray_actor_creation_function_descriptor.class_name
-    return role_of_class(name) in {AGENT_LOOP, REWARD_WORKER}
+    return _role(actor) in {AGENT_LOOP, REWARD_WORKER}
+
+
+def _role(actor: Any) -> str:
+    return role_of_class(actor._ray_actor_creation_function_descriptor.class_name)
 
 
 def _logged(actor: Any) -> Any:

@@ -1,8 +1,9 @@
 """`ray.init` (Ray >= 2.41, all versions of verl): everything that a worker needs travels in the job's runtime_env.
 
 A worker may be on a cluster that was started before, without any of our settings; the runtime_env's `env_vars` reach it
-there as well. Keys that the user, verl or `ray job submit` have set are left alone. Nothing is printed: header values
-may be secrets.
+there as well. Keys that the user, verl or `ray job submit` have set are left alone. What `OTEL_RESOURCE_ATTRIBUTES`
+says of the launcher's own node, pod or container stays there; each worker keeps what its own node says. Nothing is
+printed: header values may be secrets.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from types import FrameType, ModuleType
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
 
 _CARRIED_PREFIXES = ("OTEL_", "VERL_OTEL_")
 _PERCENT_ENCODED = ("_HEADERS", "OTEL_RESOURCE_ATTRIBUTES")
+
+_OF_A_PLACE = re.compile(
+    r"(?:host|os|process|container|device|aws\.ecs)\.|k8s\.(?!cluster\.|namespace\.)|cloud\.(?:availability_zone|resource_id)\b"
+)
+"""Resource attributes of one node, pod, container or process, which others of the run must not get."""
 
 
 def install(module: ModuleType, patches: Patches) -> None:
@@ -61,6 +68,9 @@ def _telemetry_of_launcher(caller: FrameType | None) -> Telemetry | None:
 def environment(t: Telemetry) -> dict[str, str]:
     """The environment variables that make a worker a process of this run."""
     env = {key: _literal(key, value) for key, value in os.environ.items() if key.startswith(_CARRIED_PREFIXES)}
+    shared = _shared_attributes(env.pop(identity.RESOURCE_ATTRIBUTES, ""))
+    if shared:  # behind the worker's own, which Ray puts in there
+        env[identity.RESOURCE_ATTRIBUTES] = f"${{{identity.RESOURCE_ATTRIBUTES}}},{shared}"
     env[config.ACTIVE] = "1"
     env[config.RUN_ID] = t.identity.run_id
     env[config.FOLDER] = t.settings.folder  # absolute: workers have other working directories
@@ -90,6 +100,11 @@ def _job_environment() -> dict[str, Any]:
 def _literal(key: str, value: str) -> str:
     """Ray expands `$NAME` in values; where the format allows, keep it from doing so."""
     return value.replace("$", "%24") if key.endswith(_PERCENT_ENCODED) else value
+
+
+def _shared_attributes(text: str) -> str:
+    """What of `OTEL_RESOURCE_ATTRIBUTES` is true in every process of the run."""
+    return ",".join(pair for pair in text.split(",") if pair.strip() and not _OF_A_PLACE.match(pair.strip()))
 
 
 def _auto_instrumentation_folder() -> str:

@@ -73,15 +73,22 @@ class Instruments:
                 self._size -= 1
 
     def observe(self, metric: Metric, callback: Callable[[], Mapping[Any, float]], *label_names: str) -> None:
-        """A counter whose values `callback` gives at each export, by the values of its labels."""
+        """A metric, but no histogram, whose values `callback` gives at each export, by the values of its labels."""
+        if not self.wants(metric):
+            return
 
         def observations(_: CallbackOptions) -> Iterable[Observation]:
             for key, value in callback().items():
                 values = key if isinstance(key, tuple) else (key,)
                 yield Observation(value, dict(zip(label_names, values, strict=True)))
 
+        create = {
+            "counter": self._meter.create_observable_counter,
+            "updowncounter": self._meter.create_observable_up_down_counter,
+            "gauge": self._meter.create_observable_gauge,
+        }[metric.instrument]
         name, unit, brief = metric.arguments
-        self._meter.create_observable_counter(name, [observations], unit, brief)
+        create(name, [observations], unit, brief)
 
     def add(self, metric: Metric, labels: Mapping[str, str], amount: float = 1) -> None:
         """Add to a series of a counter."""

@@ -1,6 +1,11 @@
 """Attribute, span and event names. OpenTelemetry's semantic conventions where one exists, `verl.*` for the rest."""
 
-from opentelemetry.semconv._incubating.attributes import host_attributes, process_attributes, service_attributes
+from opentelemetry.semconv._incubating.attributes import (
+    gen_ai_attributes,
+    host_attributes,
+    process_attributes,
+    service_attributes,
+)
 
 SERVICE_NAME = "service.name"
 SERVICE_NAMESPACE = service_attributes.SERVICE_NAMESPACE
@@ -43,6 +48,18 @@ UNFINISHED = "verl.worker.unfinished"
 SAMPLE_INDEX = "verl.sample.index"
 ROLLOUT_INDEX = "verl.rollout.index"
 VALIDATE = "verl.validate"
+
+# Rollout servers
+REPLICA = "verl.replica"
+ENGINE = gen_ai_attributes.GEN_AI_PROVIDER_NAME
+OPERATION = gen_ai_attributes.GEN_AI_OPERATION_NAME
+TOKEN_TYPE = gen_ai_attributes.GEN_AI_TOKEN_TYPE
+INPUT_TOKENS = gen_ai_attributes.GEN_AI_USAGE_INPUT_TOKENS
+OUTPUT_TOKENS = gen_ai_attributes.GEN_AI_USAGE_OUTPUT_TOKENS
+CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+PREEMPTIONS = "verl.preemptions"
+STOP_REASON = "verl.stop_reason"
+SPAN_SERVER_GENERATE = "verl.server.generate"
 
 SPAN_RUN = "verl.run"
 SPAN_STEP = "verl.step"

@@ -13,6 +13,7 @@ _MODULES = {
     "critic": "Critic: update of the value function",
     "ref": "Reference policy",
     "rollout": "Rollout",
+    "server": "Rollout servers",
     "reward": "Reward",
     "advantage": "Advantages and returns",
     "validation": "Validation",

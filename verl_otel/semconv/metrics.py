@@ -59,6 +59,15 @@ ZERO_VARIANCE = _metrics["verl.group.zero_variance"]
 ALL_RIGHT = _metrics["verl.group.all_right"]
 ALL_WRONG = _metrics["verl.group.all_wrong"]
 
+SERVER_DURATION = _metrics["gen_ai.server.request.duration"]
+SERVER_TOKEN_DURATION = _metrics["verl.server.token.duration"]
+SERVER_REQUESTS = _metrics["verl.server.requests"]
+SERVER_TOKENS = _metrics["verl.server.tokens"]
+SERVER_CACHED_TOKENS = _metrics["verl.server.cached_tokens"]
+SERVER_PREEMPTIONS = _metrics["verl.server.preemptions"]
+SERVER_ACTIVE = _metrics["verl.server.active_requests"]
+SERVER_POLICY_VERSION = _metrics["verl.server.policy_version"]
+
 USER_PREFIX = "verl.user."
 """Of the metrics that users declare or log themselves."""
 

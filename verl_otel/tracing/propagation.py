@@ -36,8 +36,12 @@ def inject() -> dict[str, str] | None:
 
 
 def extract(carrier: object) -> Context | None:
-    """The context in a carrier, None if there is none."""
-    return propagate.extract(carrier) if isinstance(carrier, dict) and carrier else None
+    """The context in a carrier, None if there is none. Never raises."""
+    try:
+        return propagate.extract(carrier) if isinstance(carrier, dict) and carrier else None
+    except Exception:
+        border.caught("reading the trace context of a call")
+        return None
 
 
 def with_carrier(func: Callable[..., Any], kind: str = BY_REFERENCE) -> Callable[..., Any]:
@@ -61,7 +65,7 @@ def with_carrier(func: Callable[..., Any], kind: str = BY_REFERENCE) -> Callable
 
         @functools.wraps(func)
         def wrapper(*args: Any, _verl_otel_carrier: object = None, **kwargs: Any) -> Any:
-            context = _extract(_verl_otel_carrier)
+            context = extract(_verl_otel_carrier)
             generator = func(*args, **kwargs)
             step, value = generator.send, None
             while True:
@@ -82,7 +86,7 @@ def with_carrier(func: Callable[..., Any], kind: str = BY_REFERENCE) -> Callable
 
         @functools.wraps(func)
         async def wrapper(*args: Any, _verl_otel_carrier: object = None, **kwargs: Any) -> Any:
-            context = _extract(_verl_otel_carrier)
+            context = extract(_verl_otel_carrier)
             generator = func(*args, **kwargs)
             step, value = generator.asend, None
             while True:
@@ -173,17 +177,9 @@ def _enter(context: Context | None) -> Any:
     return None if context is None else otel_context.attach(context)
 
 
-def _extract(carrier: object) -> Context | None:
-    try:
-        return extract(carrier)
-    except Exception:
-        border.caught("reading the trace context of a call")
-        return None
-
-
 def attach(carrier: object) -> Any:
     """Attach the context in a carrier; returns what `detach` takes. Never raises."""
-    return _enter(_extract(carrier))
+    return _enter(extract(carrier))
 
 
 def detach(token: Any) -> None:
