@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 
 def install_legacy(module: ModuleType, patches: Patches) -> None:
-    trainer = module.RayPPOTrainer
-    _wrap_setup(trainer, "init_workers", patches)
-    _wrap_validate(trainer, patches)
-    _wrap_save(trainer, patches)
-    _wrap_fit(trainer, patches, waits_for_rollout=False)
+    install_class(module.RayPPOTrainer, patches, setup="init_workers", waits_for_rollout=False)
 
 
 def install_v1(module: ModuleType, patches: Patches) -> None:
-    trainer = module.PPOTrainer
-    _wrap_setup(trainer, "init", patches)
+    install_class(module.PPOTrainer, patches, setup="init", waits_for_rollout=True)
+
+
+def install_class(trainer: Any, patches: Patches, *, setup: str, waits_for_rollout: bool) -> None:
+    """Wrap the methods of a trainer class; `setup` is the one that sets up its workers."""
+    _wrap_setup(trainer, setup, patches)
     _wrap_validate(trainer, patches)
     _wrap_save(trainer, patches)
-    _wrap_fit(trainer, patches, waits_for_rollout=True)
+    _wrap_fit(trainer, patches, waits_for_rollout)
 
 
 def _wrap_setup(trainer: Any, name: str, patches: Patches) -> None:
