@@ -4,12 +4,16 @@ import importlib.metadata
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "verl(since): the first version of verl that has what is tested")
+    config.addinivalue_line("markers", "verl(since, until): the versions of verl that have what is tested")
 
 
 def pytest_collection_modifyitems(config, items):
     """Leave out tests of what this version of verl does not have."""
     verl = importlib.metadata.version("verl")
-    out = [item for item in items if (marker := item.get_closest_marker("verl")) and verl < marker.kwargs["since"]]
+    out = []
+    for item in items:
+        marker = item.get_closest_marker("verl")
+        if marker is not None and not marker.kwargs["since"] <= verl < marker.kwargs.get("until", "1"):
+            out.append(item)
     items[:] = [item for item in items if item not in out]
     config.hook.pytest_deselected(items=out)
