@@ -25,8 +25,8 @@ class Environment:
 
     verl: str
     python: Path
-    wheel: Path | None = None
-    """Folder with the verl of this version, if the environment's own is another; it comes first on PYTHONPATH."""
+    wheels: tuple[Path, ...] = ()
+    """Folders with a verl (or Ray) other than the environment's own; they come first on PYTHONPATH."""
 
     @property
     def instrument(self) -> str:
@@ -36,11 +36,11 @@ class Environment:
     @property
     def variables(self) -> dict[str, str]:
         """Environment variables that make this version the one that is imported."""
-        return {"PYTHONPATH": self.python_path()} if self.wheel else {}
+        return {"PYTHONPATH": self.python_path()} if self.wheels else {}
 
     def python_path(self, *folders: Path) -> str:
         """PYTHONPATH for this version, with more folders."""
-        return os.pathsep.join(map(str, (*folders, *filter(None, [self.wheel]))))
+        return os.pathsep.join(map(str, (*folders, *self.wheels)))
 
     @property
     def assets(self) -> Path:
@@ -52,10 +52,9 @@ class Environment:
 
 
 def _here() -> Environment:
-    wheel = Path(str(importlib.metadata.distribution("verl").locate_file("")))
-    return Environment(
-        importlib.metadata.version("verl"), Path(sys.executable), None if wheel.is_relative_to(sys.prefix) else wheel
-    )
+    found = [Path(str(importlib.metadata.distribution(name).locate_file(""))) for name in ("verl", "ray")]
+    over = tuple(folder for folder in found if not folder.is_relative_to(sys.prefix))
+    return Environment(importlib.metadata.version("verl"), Path(sys.executable), over)
 
 
 HERE = _here()
@@ -67,7 +66,7 @@ def environment(verl: str) -> Environment:
     """The environment for a version of verl, made now if it is not there. Needs the network the first time."""
     lock = "test" if verl >= "0.9" else "verl-0.8"
     python = HERE.python if lock == "test" else _made(lock)
-    return Environment(verl, python, None if verl == INSTALLED[lock] else _wheel(verl))
+    return Environment(verl, python, () if verl == INSTALLED[lock] else (wheel("verl", verl),))
 
 
 def _made(lock: str) -> Path:
@@ -76,12 +75,14 @@ def _made(lock: str) -> Path:
     return venv / "bin" / "python"
 
 
-def _wheel(verl: str) -> Path:
-    folder = CACHE / "wheels" / f"verl-{verl}"
+def wheel(name: str, version: str) -> Path:
+    """The folder of a package without what it needs, downloaded now if it is not there."""
+    folder = CACHE / "wheels" / f"{name}-{version}"
     if not folder.exists():
         scratch = folder.with_name(f"{folder.name}.{os.getpid()}")
-        uv = HERE.python.parent / "uv"
-        command = [uv, "pip", "install", "-q", "--python", HERE.python, "--no-deps", "--compile-bytecode"]
-        subprocess.run([*command, "--target", scratch, f"verl=={verl}"], check=True, timeout=300)
+        command = [HERE.python.parent / "uv", "pip", "install", "-q", "--python", HERE.python, "--no-deps"]
+        subprocess.run(
+            [*command, "--compile-bytecode", "--target", scratch, f"{name}=={version}"], check=True, timeout=300
+        )
         scratch.rename(folder)
     return folder

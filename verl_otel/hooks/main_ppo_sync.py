@@ -40,7 +40,7 @@ def install(module: ModuleType, patches: Patches) -> None:
 
 def install_imported(module: ModuleType, patches: Patches) -> None:
     """On the module itself: in a program of the user's that imports it, the class travels by reference."""
-    trainer.install_class(module.PPOTrainer, patches, setup="init_workers", waits_for_rollout=True)
+    trainer.install_main_ppo_sync(module.PPOTrainer, patches)
 
 
 def arrived(trainer_class: type) -> None:
@@ -48,7 +48,7 @@ def arrived(trainer_class: type) -> None:
     try:
         if trainer_class not in _arrived:
             _arrived.add(trainer_class)
-            trainer.install_class(trainer_class, Patches(), setup="init_workers", waits_for_rollout=True)
+            trainer.install_main_ppo_sync(trainer_class, Patches())
     except Exception:
         border.caught("wrapping the trainer of main_ppo_sync")
 
