@@ -3,7 +3,7 @@
 A trainer that is an async actor and travels by value, an agent-loop worker (a subclass of verl's),
 verl's reward worker.
 
-Run by test_small_programs.py under `opentelemetry-instrument`, with every version of verl. Argument: Ray's temporary folder.
+Run by test_small_programs.py under `opentelemetry-instrument`, with each version of verl. Argument: Ray's folder.
 """
 
 import asyncio
