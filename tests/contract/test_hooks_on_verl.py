@@ -38,6 +38,8 @@ SEAMS = {
     "verl.experimental.agent_loop.agent_loop": ["AsyncLLMServerManager.generate"],
     "verl.trainer.ppo.v1.trainer_base": ["PPOTrainer.fit", "PPOTrainer.init", "PPOTrainer._validate"],
     "verl.experimental.reward_loop.reward_loop": ["RewardLoopWorker.compute_score"],
+    "verl.workers.actor.dp_actor": ["DataParallelPPOActor.update_policy"],
+    "verl.workers.critic.dp_critic": ["DataParallelPPOCritic.update_critic"],
     "verl.trainer.main_ppo_sync": ["PPOTrainer.fit", "PPOTrainer.init_workers", "PPOTrainer._validate"],
 }
 IN_THIS_VERSION = [hook for hook in hooks.HOOKS if hook.is_in(VERL)]
