@@ -1,7 +1,7 @@
 """`DataParallelPPOActor.update_policy`, `DataParallelPPOCritic.update_critic` (verl 0.6.1 to 0.7.1).
 
-A rank's gradient norm. The FSDP workers from before the engine return what they have computed on this rank, as numbers. The loss is not among
-it, only parts of it.
+A rank's gradient norm. The FSDP workers from before the engine return what they have computed on this rank, as
+numbers; of the loss only parts.
 """
 
 import functools
