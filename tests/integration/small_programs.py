@@ -8,6 +8,7 @@ Run by test_small_programs.py under `opentelemetry-instrument`, with each versio
 
 import asyncio
 import importlib.metadata
+import os
 import sys
 
 import ray
@@ -92,6 +93,7 @@ def main() -> None:
         object_store_memory=100_000_000,
         _temp_dir=sys.argv[1],
         logging_level="ERROR",
+        runtime_env={"py_executable": os.environ["ZYGOTE_LAUNCHER"]} if "ZYGOTE_LAUNCHER" in os.environ else None,
     )
     reward = ray.remote(SmallRewardLoopWorker).options(num_cpus=0).remote() if WITH_REWARD_LOOP else None
     agent = ray.remote(SmallAgentLoopWorker).options(num_cpus=0).remote(reward)

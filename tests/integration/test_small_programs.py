@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -22,7 +21,7 @@ def ran(tmp_path_factory):
     environment = bed.clean_environment(VERL_OTEL_FOLDER=str(folder), VERL_OTEL_RUN_ID="small")
     try:
         result = subprocess.run(
-            [bed.INSTRUMENT, sys.executable, SCRIPT, ray_folder],
+            [bed.INSTRUMENT, bed.LAUNCHER, SCRIPT, ray_folder],
             env=environment, capture_output=True, text=True, timeout=180,
         )  # fmt: skip
     finally:

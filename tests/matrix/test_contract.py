@@ -7,6 +7,7 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import bed
 import pytest
 from cells import CONTRACTS, NEWEST, program_test
 from environments import ROOT, VERSIONS, environment
@@ -24,12 +25,14 @@ SUITE = (
 def outcomes(verl: str) -> dict[str, str]:
     """Test -> what it said, empty if it passed."""
     of_version = environment(verl)
+    server = bed.fork_server(of_version.python)
+    env = {**os.environ, **of_version.variables, **server.variables(of_version.python)}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [of_version.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
+        command = [env["ZYGOTE_LAUNCHER"], "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
         done = subprocess.run(
             [*command, f"--basetemp={folder}/tmp", f"--junitxml={report}", *SUITE],
-            cwd=ROOT, env={**os.environ, **of_version.variables}, capture_output=True, text=True, timeout=600,
+            cwd=ROOT, env=env, capture_output=True, text=True, timeout=600,
         )  # fmt: skip
         assert report.exists(), done.stdout[-3000:] + done.stderr[-3000:]
         cases = [*ElementTree.parse(report).iter("testcase")]

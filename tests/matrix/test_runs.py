@@ -51,28 +51,13 @@ OVERRIDES_0_7_1 = (
 )
 
 
-@pytest.fixture(scope="module")
-def fork_servers():
-    """Environment's Python -> its fork server, started when it is first needed."""
-    started = {}
-
-    def of(verl):
-        if verl.python not in started:
-            started[verl.python] = bed.ForkServer.start(verl.python)
-        return started[verl.python]
-
-    yield of
-    for server in started.values():
-        server.stop()
-
-
 @pytest.fixture
-def ran(fork_servers, tmp_path):
+def ran(tmp_path):
     """Runs a version; returns the finished run and its recording."""
 
     def of(version, *arguments, **options):
         verl = HERE if version == HERE.verl else environment(version)
-        run = bed.run(tmp_path, arguments, verl=verl, fork_server=fork_servers(verl), steps=2, **options)
+        run = bed.run(tmp_path, arguments, verl=verl, fork_server=bed.fork_server(verl.python), steps=2, **options)
         assert run.returncode == 0, run.output[-4000:]
         return run, reader.load(run.telemetry)
 

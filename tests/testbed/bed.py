@@ -4,6 +4,7 @@ Nothing of verl is edited or mocked: `verl_cpu` registers a CPU platform, engine
 own registries (see README.md here).
 """
 
+import atexit
 import os
 import re
 import shutil
@@ -23,6 +24,8 @@ BED = Path(__file__).resolve().parent
 ROOT = BED.parents[1]
 PYTHON = Path(sys.executable)
 INSTRUMENT = str(PYTHON.parent / "opentelemetry-instrument")
+LAUNCHER = os.environ.get("ZYGOTE_LAUNCHER") or sys.executable
+"""What starts a Python process: the fork server's stand-in, if there is one for this environment."""
 
 FAST_SAMPLER = (
     f"trainer.v1.sampler.custom_sampler.path={BED}/fast_sampler.py",
@@ -166,12 +169,28 @@ class ForkServer:
         )  # fmt: skip
         return cls(socket, int(output.stdout.split()[-1]), folder)
 
+    def variables(self, python: Path = PYTHON) -> dict[str, str]:
+        """Environment variables with which `LAUNCHER`, and Ray's workers in tests that use it, are forked."""
+        launcher = str(BED / "fork" / "zpython")
+        return {"ZYGOTE": str(self.socket), "ZYGOTE_PYTHON": str(python), "ZYGOTE_LAUNCHER": launcher}
+
     def stop(self) -> None:
         try:
             os.kill(self.pid, signal.SIGTERM)
         except ProcessLookupError:
             pass
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_servers: dict[Path, ForkServer] = {}
+
+
+def fork_server(python: Path) -> ForkServer:
+    """The fork server of an environment, started when it is first needed, until this process ends."""
+    if python not in _servers:
+        server = _servers[python] = ForkServer.start(python)
+        atexit.register(server.stop)
+    return _servers[python]
 
 
 @contextmanager
