@@ -79,7 +79,7 @@ def assert_recorded(run, recording, version, calls, ranks=("0",)):
         assert_stages(trace, printed[number], calls, ranks)
     events = {event.attributes["verl.step.number"]: event.body for event in recording.events_named("verl.step")}
     for number, values in printed.items():
-        assert len(values) > (3 if number == 0 else 50)
+        assert len(values) > (0 if number == 0 else 50)
         assert {key: events[number][key] for key in values} == pytest.approx(values, rel=1e-12, nan_ok=True)
     (finished,) = recording.events_named("verl.run.finished")
     assert finished.attributes["verl.run.state"] == "finished"
