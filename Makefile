@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PYTHON_IN_ENV := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-stack test test-fast bench soak fuzz lint binaries collector-sources clean
+.PHONY: help env demo demo-stack test test-fast test-matrix bench soak fuzz lint binaries collector-sources clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -19,10 +19,15 @@ demo-stack: env ## the same run through a Collector to Jaeger, Prometheus and ML
 test: env ## every test; the cheap ones first
 	@$(PYTHON_IN_ENV) -m pytest tests/unit tests/contract
 	@$(PYTHON_IN_ENV) deploy/local/binaries.py
-	@$(PYTHON_IN_ENV) -m pytest tests/integration tests/e2e
+	@$(PYTHON_IN_ENV) -m pytest tests/integration tests/e2e -m "not matrix"
+	@$(PYTHON_IN_ENV) -m pytest tests/matrix -m "not matrix"
 
 test-fast: env ## only the tests that need neither a run nor the stack
 	@$(PYTHON_IN_ENV) -m pytest tests/unit tests/contract
+
+test-matrix: env ## every version of verl, Python, Ray and OpenTelemetry; makes the tables of docs/support.md and the README
+	@$(PYTHON_IN_ENV) deploy/local/binaries.py
+	@$(PYTHON_IN_ENV) tests/matrix/support.py
 
 bench: env ## what telemetry costs a training thread, also with bad endpoints; how long a value takes to Prometheus
 	@$(PYTHON_IN_ENV) tests/bench/hooks.py
@@ -47,4 +52,4 @@ collector-sources: ## generate collector/distribution from collector/builder.yam
 	cd collector/distribution && go mod tidy -e
 
 clean: ## remove the environment and what runs left
-	rm -rf .venv demo-output verl-otel
+	rm -rf .venv .venv-* demo-output verl-otel

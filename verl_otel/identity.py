@@ -226,7 +226,7 @@ class Identity:
             attr.PROJECT_NAME: self.project,
             attr.EXPERIMENT_NAME: self.experiment,
             attr.WORKER_GROUP: self.worker_group,
-            attr.VERL_VERSION: _verl_version(),
+            attr.VERL_VERSION: verl_version(),
         }
         ours.update({key: value for key, value in optional.items() if value})
         # The SDK's own attributes and those of detectors, then ours, then what the user has set. That is the same in
@@ -237,7 +237,8 @@ class Identity:
         return Resource({**Resource.create().attributes, **ours, **users})
 
 
-def _verl_version() -> str:
+def verl_version() -> str:
+    """The version of verl that is installed, empty if it is not known."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import importlib.metadata
 import inspect
 
 import pytest
@@ -14,13 +15,16 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from verl_otel import VerlInstrumentor, border, hooks, telemetry
+from verl_otel.hooks.patches import Patches
 from verl_otel.tracing.ids import DerivedIdGenerator
+
+VERL = importlib.metadata.version("verl")
 
 SEAMS = {
     "ray": ["init"],
     "ray.actor": ["ActorClass._remote", "ActorMethod._remote", "_make_actor"],
     "verl.utils.profiler.performance": ["_timer"],
-    "verl.utils.tracking": ["Tracking.__init__", "Tracking.log", "Tracking.finish"],
+    "verl.utils.tracking": ["Tracking.__init__", "Tracking.log", *(["Tracking.finish"] if VERL >= "0.9" else [])],
     "verl.single_controller.base.decorator": ["register"],
     "verl.single_controller.ray.base": ["_bind_workers_method_to_parent"],
     "verl.utils.rollout_trace": ["rollout_trace_attr"],
@@ -32,9 +36,15 @@ SEAMS = {
     "verl.workers.engine_workers": ["TrainingWorker._postprocess_output"],
     "verl.workers.rollout.llm_server": ["LLMServerClient.generate"],
     "verl.workers.rollout.replica": ["RolloutReplica.init_hybrid", "RolloutReplica.init_standalone"],
+    "verl.experimental.agent_loop.agent_loop": ["AsyncLLMServerManager.generate"],
     "verl.trainer.ppo.v1.trainer_base": ["PPOTrainer.fit", "PPOTrainer.init", "PPOTrainer._validate"],
     "verl.experimental.reward_loop.reward_loop": ["RewardLoopWorker.compute_score"],
+    "verl.workers.actor.dp_actor": ["DataParallelPPOActor.update_policy"],
+    "verl.workers.critic.dp_critic": ["DataParallelPPOCritic.update_critic"],
+    "verl.trainer.main_ppo_sync": ["PPOTrainer.fit", "PPOTrainer.init_workers", "PPOTrainer._validate"],
 }
+IN_THIS_VERSION = [hook for hook in hooks.HOOKS if hook.is_in(VERL)]
+NOT_IN_THIS_VERSION = [hook for hook in hooks.HOOKS if not hook.is_in(VERL) and hook.module in SEAMS]
 
 
 def resolve(module: str, name: str):
@@ -46,7 +56,8 @@ def resolve(module: str, name: str):
 
 
 def seams():
-    return {(module, name): resolve(module, name) for module, names in SEAMS.items() for name in names}
+    modules = {hook.module for hook in IN_THIS_VERSION}
+    return {(module, name): resolve(module, name) for module in SEAMS if module in modules for name in SEAMS[module]}
 
 
 class Seen:
@@ -95,12 +106,26 @@ def instrumented():
 def test_every_hook_fits_this_version_and_uninstrument_puts_every_name_back():
     before = seams()
     with instrumented():
-        fitting = [hook for hook in hooks.HOOKS if hook.name != "engine_tracing"]  # no engine is installed here
+        fitting = [hook for hook in IN_THIS_VERSION if hook.name != "engine_tracing"]  # no engine is installed here
         assert hooks.status() == {hook.seam: "installed" for hook in fitting}
         replaced = seams()
         assert [seam for seam in before if replaced[seam] is before[seam]] == []
     after = seams()
     assert [seam for seam in before if after[seam] is not before[seam]] == []
+
+
+@pytest.mark.parametrize("hook", [hook for hook in NOT_IN_THIS_VERSION if hook.module != "ray"], ids=lambda h: h.seam)
+def test_a_hook_is_left_out_only_where_its_seam_is_not(hook):
+    with pytest.raises((ImportError, AttributeError)):
+        hook.install(importlib.import_module(hook.module), Patches())
+
+
+def test_nothing_is_complained_of_in_a_version_that_lacks_some_seams(caplog):
+    with instrumented():
+        for hook in hooks.HOOKS:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(hook.module)
+    assert [r.message for r in caplog.records if r.name == "verl_otel"] == []
 
 
 def test_instrumenting_again_after_uninstrument_works():
@@ -284,6 +309,7 @@ def test_trajectories_are_sampled_capped_and_in_the_trace_of_their_step(monkeypa
     assert dropped == {("traces", "trajectory_cap"): 3}
 
 
+@pytest.mark.verl(since="0.7.1")
 def test_auto_await_keeps_the_callers_context_and_its_own_rules():
     import asyncio
 

@@ -168,6 +168,7 @@ def test_groups_without_variance_are_those_to_which_grpo_gives_no_advantage(ours
     assert points["verl.group.reward.std"].sum == pytest.approx(rewards.std(1, correction=0).sum().item())
 
 
+@pytest.mark.verl(since="0.7.0")
 def test_a_ranks_own_values_are_those_that_verl_reduces(ours, monkeypatch):
     """`TrainingWorker._postprocess_output` gets what the engine has computed; what it returns is as without us."""
     from verl.workers import engine_workers

@@ -26,8 +26,10 @@ def ray_folder():
 
 def test_every_rank_of_every_kind_of_worker_group_is_under_the_stage_that_called_it(tmp_path, ray_folder):
     result = subprocess.run(
-        [bed.INSTRUMENT, sys.executable, HERE / "worker_groups.py", ray_folder],
-        env=bed.clean_environment(VERL_OTEL_FOLDER=str(tmp_path), PYTHONPATH=str(HERE), GLOO_SOCKET_IFNAME="lo"),
+        [bed.INSTRUMENT, bed.LAUNCHER, HERE / "worker_groups.py", ray_folder],
+        env=bed.clean_environment(
+            VERL_OTEL_FOLDER=str(tmp_path), PYTHONPATH=bed.HERE.python_path(HERE), GLOO_SOCKET_IFNAME="lo"
+        ),
         capture_output=True,
         text=True,
         timeout=120,

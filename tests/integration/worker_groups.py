@@ -4,6 +4,7 @@ Run by test_ray.py under `opentelemetry-instrument`. Argument: Ray's temporary f
 """
 
 import asyncio
+import os
 import sys
 
 import ray
@@ -54,13 +55,14 @@ class Telling:
 
 
 def main() -> None:
+    fork = {"py_executable": os.environ["ZYGOTE_LAUNCHER"]} if "ZYGOTE_LAUNCHER" in os.environ else {}
     ray.init(
         num_cpus=64,  # logical: a resource pool reserves ten for each rank
         include_dashboard=False,
         object_store_memory=100_000_000,
         _temp_dir=sys.argv[1],
         logging_level="ERROR",
-        runtime_env={"env_vars": {"OTEL_SERVICE_NAMESPACE_OF_USER": "kept"}},
+        runtime_env={"env_vars": {"OTEL_SERVICE_NAMESPACE_OF_USER": "kept"}, **fork},
     )
     fused = create_colocated_worker_cls(
         {

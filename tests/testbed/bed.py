@@ -4,6 +4,7 @@ Nothing of verl is edited or mocked: `verl_cpu` registers a CPU platform, engine
 own registries (see README.md here).
 """
 
+import atexit
 import os
 import re
 import shutil
@@ -17,10 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from environments import HERE, Environment
+
 BED = Path(__file__).resolve().parent
 ROOT = BED.parents[1]
 PYTHON = Path(sys.executable)
 INSTRUMENT = str(PYTHON.parent / "opentelemetry-instrument")
+LAUNCHER = os.environ.get("ZYGOTE_LAUNCHER") or sys.executable
+"""What starts a Python process: the fork server's stand-in, if there is one for this environment."""
 
 FAST_SAMPLER = (
     f"trainer.v1.sampler.custom_sampler.path={BED}/fast_sampler.py",
@@ -45,15 +50,13 @@ PROCESSES = {
 def clean_environment(**extra: str) -> dict[str, str]:
     """This process's environment without anything that configures telemetry, plus `extra`."""
     dropped = ("OTEL_", "VERL_OTEL_", "TRACEPARENT", "TRACESTATE", "RAY_", "MLFLOW_", "PYTHONPATH")
-    return {**{k: v for k, v in os.environ.items() if not k.startswith(dropped)}, **extra}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
+    return {**kept, **HERE.variables, **extra}
 
 
 def assets() -> Path:
-    """The tiny model, tokenizer and data, made once per environment."""
-    folder = Path(sys.prefix) / "testbed-assets"
-    if not (folder / "test.parquet").exists():
-        subprocess.run([PYTHON, BED / "make_assets.py", folder], check=True, stdout=subprocess.DEVNULL)
-    return folder
+    """The tiny model, tokenizer and data of this environment."""
+    return HERE.assets
 
 
 @dataclass
@@ -96,6 +99,7 @@ def run(
     ranks: int = 2,
     steps: int = 3,
     script: str = "run_ppo.sh",
+    verl: Environment = HERE,
     fork_server: "ForkServer | None" = None,
     cluster: str = "",
     environment: dict[str, str] | None = None,
@@ -106,19 +110,22 @@ def run(
 
     Args:
         arguments: `grpo` or `gae`, then overrides of verl's configuration.
+        verl: the environment of another version of verl (`environments.environment`).
+        fork_server: one that was started for the same environment.
         cluster: address of a running Ray cluster to join; by default the run starts its own.
         on_line: called with each line of output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ray_folder = Path(tempfile.mkdtemp(prefix="vo", dir="/tmp"))  # short: Ray puts Unix sockets under it
     env = clean_environment(
-        PYTHON=str(PYTHON),
-        ASSETS=str(assets()),
+        PYTHON=str(verl.python),
+        ASSETS=str(verl.assets),
         OUT=str(folder),
         RAY_TMP=str(ray_folder),
         RANKS=str(ranks),
         STEPS=str(steps),
-        LAUNCH=INSTRUMENT,
+        LAUNCH=verl.instrument,
+        **verl.variables,
     )
     if fork_server is not None:
         env["ZYGOTE"] = str(fork_server.socket)
@@ -164,14 +171,19 @@ class ForkServer:
     folder: Path = field(repr=False)
 
     @classmethod
-    def start(cls) -> "ForkServer":
+    def start(cls, python: Path = PYTHON) -> "ForkServer":
         folder = Path(tempfile.mkdtemp(prefix="vz", dir="/tmp"))
         socket = folder / "z"
         output = subprocess.run(
-            [BED / "fork" / "start.sh", PYTHON, socket], check=True, capture_output=True, text=True, timeout=180,
+            [BED / "fork" / "start.sh", python, socket], check=True, capture_output=True, text=True, timeout=180,
             env=clean_environment(),
         )  # fmt: skip
         return cls(socket, int(output.stdout.split()[-1]), folder)
+
+    def variables(self, python: Path = PYTHON) -> dict[str, str]:
+        """Environment variables with which `LAUNCHER`, and Ray's workers in tests that use it, are forked."""
+        launcher = str(BED / "fork" / "zpython")
+        return {"ZYGOTE": str(self.socket), "ZYGOTE_PYTHON": str(python), "ZYGOTE_LAUNCHER": launcher}
 
     def stop(self) -> None:
         try:
@@ -179,6 +191,17 @@ class ForkServer:
         except ProcessLookupError:
             pass
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_servers: dict[Path, ForkServer] = {}
+
+
+def fork_server(python: Path) -> ForkServer:
+    """The fork server of an environment, started when it is first needed, until this process ends."""
+    if python not in _servers:
+        server = _servers[python] = ForkServer.start(python)
+        atexit.register(server.stop)
+    return _servers[python]
 
 
 SECOND_NODE = "127.0.0.2"

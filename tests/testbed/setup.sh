@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# The tested environment, from nothing: setup.sh VENV. Real verl on a CPU, the clients of the backends, the test tools.
-# Does nothing if VENV is there and was made from the same locks. Needs Python 3.11, gcc and readelf.
+# An environment for tests, from nothing: setup.sh VENV [LOCK]. Real verl on a CPU and the test tools.
+# LOCK is a file of locks/: `test` (the default: verl 0.9.1, also the clients of the backends) or `verl-0.8`.
+# Does nothing if VENV is there and was made from the same lock. Needs Python 3.11, gcc and readelf.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 venv=$1
-lock=$(cat "$root"/locks/* "$here/make_cuda_stubs.py" "$root/pyproject.toml" | sha256sum | cut -c1-16)
+packages=$root/locks/${2:-test}.txt
+lock=$(cat "$root/locks/overrides.txt" "$packages" "$here/make_cuda_stubs.py" "$root/pyproject.toml" | sha256sum | cut -c1-16)
 [ "$(cat "$venv/.lock" 2>/dev/null)" != "$lock" ] || exit 0
 python=${PYTHON:-python3.11}
 command -v "$python" > /dev/null || python=python3
@@ -16,11 +18,11 @@ say() { echo "environment: $1 ($SECONDS s)"; }
 say "making $venv"
 rm -rf "$venv"
 "$python" -m venv "$venv"
-"$venv/bin/pip" install -q --disable-pip-version-check "$(grep '^uv==' "$root/locks/test.txt")"
-say "installing $(grep -c '==' "$root/locks/test.txt") packages"
+"$venv/bin/pip" install -q --disable-pip-version-check "$(grep '^uv==' "$packages")"
+say "installing $(grep -c '==' "$packages") packages"
 uv=("$venv/bin/uv" pip install -q --python "$venv/bin/python")
 for attempt in 1 2 3; do  # an index can be slow to answer
-  if "${uv[@]}" --override "$root/locks/overrides.txt" -r "$root/locks/test.txt"; then break; fi
+  if "${uv[@]}" --override "$root/locks/overrides.txt" -r "$packages"; then break; fi
   [ "$attempt" != 3 ] || exit 1
 done
 "${uv[@]}" --no-deps --no-build-isolation -e "$root"

@@ -1,4 +1,4 @@
-"""The trainer classes: `RayPPOTrainer` (verl 0.6.1 to 0.9.1) and the V1 `PPOTrainer` (0.9.0 on).
+"""The trainer classes: `RayPPOTrainer` (verl 0.6.1 to 0.9.1) and the V1 `PPOTrainer` (0.9.0 on; 0.8.0: main_ppo_sync).
 
 From `init`/`init_workers` the set-up phase, from `_validate` the validation before training (verl times only the later
 ones), from `_save_checkpoint` that the run can be resumed, from `fit` the number of the step, the end of the run and
@@ -34,6 +34,14 @@ def install_legacy(module: ModuleType, patches: Patches) -> None:
 def install_v1(module: ModuleType, patches: Patches) -> None:
     trainer = module.PPOTrainer
     _wrap_setup(trainer, "init", patches)
+    _wrap_validate(trainer, patches)
+    _wrap_save(trainer, patches)
+    _wrap_fit(trainer, patches, waits_for_rollout=True)
+
+
+def install_main_ppo_sync(trainer: Any, patches: Patches) -> None:
+    """The forerunner of V1 in 0.8.0 (see `verl_otel.hooks.main_ppo_sync`)."""
+    _wrap_setup(trainer, "init_workers", patches)
     _wrap_validate(trainer, patches)
     _wrap_save(trainer, patches)
     _wrap_fit(trainer, patches, waits_for_rollout=True)

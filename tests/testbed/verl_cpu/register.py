@@ -4,8 +4,15 @@ verl imports this at the end of `import verl`, in the driver and in every Ray wo
 Each block says whether it is a public extension point or a patch.
 """
 
-# (1) extension point: platform registry of verl >= 0.9. Selected with VERL_PLATFORM=cpu.
-from verl_cpu import platform  # noqa: F401
+import importlib.util
+
+if importlib.util.find_spec("verl.plugin"):
+    # (1) extension point: platform registry of verl >= 0.9. Selected with VERL_PLATFORM=cpu.
+    from verl_cpu import platform  # noqa: F401
+else:
+    from verl_cpu import before_0_9
+
+    before_0_9.apply()
 
 # (2) extension point: rollout registries (the recipe of verl's docs/extend_guide.rst).
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY  # noqa: E402

@@ -1,0 +1,165 @@
+"""Real runs of older versions of verl, instrumented: every stage, every rank, every printed value."""
+
+from collections import Counter
+
+import bed
+import pytest
+from environments import HERE, environment
+from trees import STAGES_OF_PPO, children, orphans, root, step_traces, traces
+
+from verl_otel.recording import reader
+
+pytestmark = pytest.mark.run
+matrix = pytest.mark.matrix
+
+STAGES = {
+    "gen": "verl.rollout",
+    "reward": "verl.reward",
+    "old_log_prob": "verl.log_prob",
+    "ref": "verl.ref_log_prob",
+    "values": "verl.values",
+    "adv": "verl.advantage",
+    "update_critic": "verl.update_critic",
+    "update_actor": "verl.update_actor",
+    "update_weights": "verl.weight_sync",
+    "testing": "verl.validation",
+}
+"""verl's timers, in the order of a step."""
+
+ENGINE_CALLS = {
+    "verl.log_prob": "compute_log_prob",
+    "verl.ref_log_prob": "compute_ref_log_prob",
+    "verl.values": "infer_batch",
+    "verl.update_critic": "train_mini_batch",
+    "verl.update_actor": "update_actor",
+    "verl.weight_sync": "update_weights",
+}
+LEGACY_CALLS = {
+    "verl.rollout": "generate_sequences",
+    "verl.log_prob": "compute_log_prob",
+    "verl.ref_log_prob": "compute_ref_log_prob",
+    "verl.values": "compute_values",
+    "verl.update_critic": "update_critic",
+    "verl.update_actor": "update_actor",
+}
+"""Compute stages and the call on each rank that does their work: with the engine workers, and with those before."""
+
+OVERRIDES_0_7_1 = (
+    "trainer.use_legacy_worker_impl=disable",
+    "++actor_rollout_ref.actor.fsdp_config.strategy=fsdp2",
+    "++actor_rollout_ref.ref.fsdp_config.strategy=fsdp2",
+)
+
+
+@pytest.fixture
+def ran(tmp_path):
+    """Runs a version; returns the finished run and its recording."""
+
+    def of(version, *arguments, **options):
+        verl = HERE if version == HERE.verl else environment(version)
+        run = bed.run(tmp_path, arguments, verl=verl, fork_server=bed.fork_server(verl.python), steps=2, **options)
+        assert run.returncode == 0, run.output[-4000:]
+        return run, reader.load(run.telemetry)
+
+    return of
+
+
+def assert_recorded(run, recording, version, calls, ranks=("0",)):
+    """What holds for every run: stages, ranks, values, no orphans, nothing to complain of."""
+    complaints = [line for line in run.output.splitlines() if "verl-otel: " in line or "Failed to detach" in line]
+    assert complaints == []
+    assert {span.resource["verl.version"] for span in recording.spans} == {version}
+    assert {name: orphans(trace) for trace in traces(recording.spans).values() for name in [root(trace).name]} == {
+        "verl.run": [], "verl.validation": [], "verl.step": [],
+    }  # fmt: skip
+    printed = run.printed()
+    steps = step_traces(recording.spans)
+    assert sorted(steps) == [1, 2] and set(printed) == {0, 1, 2}
+    for number, trace in steps.items():
+        assert_stages(trace, printed[number], calls, ranks)
+    events = {event.attributes["verl.step.number"]: event.body for event in recording.events_named("verl.step")}
+    for number, values in printed.items():
+        assert len(values) > (0 if number == 0 else 50)
+        assert {key: events[number][key] for key in values} == pytest.approx(values, rel=1e-12, nan_ok=True)
+    (finished,) = recording.events_named("verl.run.finished")
+    assert finished.attributes["verl.run.state"] == "finished"
+
+
+def assert_stages(trace, printed, calls, ranks):
+    """Each timer that verl printed for the step is a stage of it, in verl's order, with its ranks."""
+    timers = {key.removeprefix("timing_s/") for key in printed if key.startswith("timing_s/")}
+    expected = [stage for timer, stage in STAGES.items() if timer in timers]
+    step = root(trace)
+    stages = [span for span in children(trace, step) if span.name in STAGES.values()]
+    assert [span.name for span in stages] == expected
+    for stage in stages:
+        of_ranks = [s for s in children(trace, stage) if s.name.startswith("verl.worker.")]
+        assert all(stage.start <= s.start <= s.end <= stage.end + 50_000_000 for s in of_ranks)
+        if stage.name in calls:
+            called = Counter((s.name.removeprefix("verl.worker."), s.attributes["rank"]) for s in of_ranks)
+            assert called == {(calls[stage.name], rank): 1 for rank in ranks}, stage.name
+
+
+def assert_trajectories(trace):
+    """The rollout holds trajectories, each with a generation."""
+    (rollout,) = [span for span in trace if span.name == "verl.rollout"]
+    trajectories = [span for span in children(trace, rollout) if span.name == "verl.trajectory"]
+    assert len(trajectories) == 4
+    for trajectory in trajectories:
+        assert "verl.generate" in {span.name for span in children(trace, trajectory)}
+
+
+def test_ppo_of_0_8_0(ran):
+    run, recording = ran("0.8.0", *bed.PPO_WITH_CRITIC_AND_REFERENCE, ranks=2)
+    assert_recorded(run, recording, "0.8.0", ENGINE_CALLS, ranks=("0", "1"))
+    for trace in step_traces(recording.spans).values():
+        names = [span.name for span in children(trace, root(trace))]
+        assert [name for name in names if name in STAGES_OF_PPO] == STAGES_OF_PPO
+        assert_trajectories(trace)
+
+
+@matrix
+def test_main_ppo_sync_of_0_8_0(ran):
+    run, recording = ran("0.8.0", "grpo", ranks=1, environment={"ENTRY": "verl.trainer.main_ppo_sync"})
+    assert_recorded(run, recording, "0.8.0", ENGINE_CALLS)
+    for trace in step_traces(recording.spans).values():
+        assert_trajectories(trace)
+        (rollout,) = [span for span in trace if span.name == "verl.rollout"]
+        assert rollout.attributes["verl.stage.wait"] is True
+
+
+@matrix
+def test_grpo_of_0_7_1(ran):
+    run, recording = ran("0.7.1", "grpo", *OVERRIDES_0_7_1, ranks=1)
+    assert_recorded(run, recording, "0.7.1", ENGINE_CALLS)
+    for trace in step_traces(recording.spans).values():
+        assert_trajectories(trace)
+
+
+@matrix
+def test_grpo_of_0_6_1(ran):
+    run, recording = ran("0.6.1", "grpo", script="run_0_6.sh", ranks=1)
+    assert_recorded(run, recording, "0.6.1", LEGACY_CALLS)
+
+
+@matrix
+def test_ppo_of_0_6_1(ran):
+    arguments = [*bed.PPO_WITH_CRITIC_AND_REFERENCE]
+    run, recording = ran("0.6.1", *arguments, script="run_0_6.sh", ranks=2)
+    assert_recorded(run, recording, "0.6.1", LEGACY_CALLS, ranks=("0", "1"))
+
+
+@matrix
+def test_grpo_of_0_9_0(ran):
+    run, recording = ran("0.9.0", "grpo", ranks=1)
+    assert_recorded(run, recording, "0.9.0", ENGINE_CALLS)
+    for trace in step_traces(recording.spans).values():
+        assert_trajectories(trace)
+
+
+@matrix
+def test_legacy_trainer_of_0_9_1(ran):
+    run, recording = ran("0.9.1", "grpo", "trainer.use_v1=False", ranks=1)
+    assert_recorded(run, recording, "0.9.1", ENGINE_CALLS)
+    for trace in step_traces(recording.spans).values():
+        assert_trajectories(trace)

@@ -1,0 +1,50 @@
+"""The table of versions in the README is what the tests said, and names tests that exist."""
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+sys.path.insert(0, str(TESTS / "matrix"))
+
+import cells  # noqa: E402
+import support  # noqa: E402
+
+OUTCOMES = json.loads(support.OUTCOMES.read_text())
+
+
+def test_the_tables_are_made_from_the_outcomes():
+    text = support.README.read_text()
+    assert text.count(support.BEGIN) == text.count(support.END) == 1
+    assert support.readme(text, OUTCOMES) == text
+    assert support.page(OUTCOMES) == support.PAGE.read_text()
+
+
+def test_every_cell_was_tried_and_holds():
+    assert dict.fromkeys(support.TESTS, "passed") == OUTCOMES
+    assert len(cells.CELLS) == 6 * 12
+
+
+@pytest.mark.parametrize("outcome", ["failed", "not run"])
+def test_a_cell_whose_test_does_not_pass_shows_so(outcome):
+    (first, *_) = support.TESTS
+    wrong = {**OUTCOMES, first: outcome}
+    assert support.table(wrong).count("✗") > support.table(OUTCOMES).count("✗") or first in support.BESIDES.values()
+    assert support.page(wrong) != support.page(OUTCOMES)
+
+
+def test_every_test_that_is_claimed_exists():
+    for test in support.TESTS:
+        path, function = re.fullmatch(r"([\w/]+\.py)::(\w+)(?:\[.+\])?", test).groups()
+        tree = ast.parse((TESTS / path).read_text())
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
+
+
+def test_what_is_absent_says_which_module_is_missing():
+    for (verl, column), cell in cells.CELLS.items():
+        assert (cell.how == cells.ABSENT) == (not cell.tests), (verl, column)
+        assert (cell.how == cells.ABSENT) == cell.note.startswith("verl."), (verl, column)
