@@ -40,7 +40,7 @@ def clean_environment(**extra: str) -> dict[str, str]:
 def assets() -> Path:
     """The tiny model, tokenizer and data, made once per environment."""
     folder = Path(sys.prefix) / "testbed-assets"
-    if not (folder / "test.parquet").exists():
+    if not (folder / "sft.parquet").exists():  # the last one that is made
         subprocess.run([PYTHON, BED / "make_assets.py", folder], check=True, stdout=subprocess.DEVNULL)
     return folder
 
