@@ -21,7 +21,7 @@ from verl_otel import border, events, hardware
 from verl_otel.background import Background
 from verl_otel.config import BASIC, Settings
 from verl_otel.export import lifetime, otlp, providers
-from verl_otel.identity import LAUNCHER, TRAINER, Identity
+from verl_otel.identity import LAUNCHER, OTHER, TRAINER, Identity
 from verl_otel.metrics.distributions import Distributions
 from verl_otel.metrics.instruments import Instruments
 from verl_otel.metrics.ranks import Ranks, ReportOfRank
@@ -32,15 +32,19 @@ from verl_otel.metrics.user import UserMetrics
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import metrics as names
 from verl_otel.tracing import ids
-from verl_otel.tracing.errors import describe, fail
+from verl_otel.tracing.checkpoints import Checkpoints
+from verl_otel.tracing.consumed import Consumed
+from verl_otel.tracing.errors import fail, failure_of
+from verl_otel.tracing.sft import SftLoop
 from verl_otel.tracing.steps import Steps
 from verl_otel.tracing.trajectories import Trajectories
+from verl_otel.tracing.weight_sync import WeightSync
 from verl_otel.tracing.workers import Workers
 from verl_otel.version import __version__
 
 SCOPE = "verl_otel"
 
-_EXIT_SHARE = {LAUNCHER: 0.3, TRAINER: 0.7}  # they end one after the other: together they keep the limit
+_EXIT_SHARE = {LAUNCHER: 0.3, TRAINER: 0.7, OTHER: 0.7}  # they end one after the other: together they keep the limit
 
 
 class Telemetry:
@@ -96,8 +100,13 @@ class Telemetry:
         self.steps = Steps(
             self.tracer, self.instruments, self.background, self.ranks, self.logger, sampler, identity, self.run_context
         )
+        self.steps.on_idle_ratio = self._trainer_idle
+        self.weight_sync = WeightSync(self.steps)
+        self.consumed = Consumed(self.background, self.instruments, sampler, identity, self.steps)
+        self.checkpoints = Checkpoints(self.logger, identity, self.event_attributes, self.flusher.request)
         self.user.step = self.steps.number
         self.samples = Samples(self.background, self.instruments, self.step_values, identity, self.steps.number)
+        self.sft = SftLoop(self.steps, sampler, identity)
         self.workers = Workers(
             self.tracer,
             self.instruments,
@@ -107,6 +116,7 @@ class Telemetry:
             self.event_attributes,
             settings.rank_detail,
             self.flusher.request,
+            self.sft,
         )
         self.trajectories = Trajectories(
             self.tracer, sampler, self.instruments, identity, settings.trajectories, self.run_context
@@ -145,6 +155,11 @@ class Telemetry:
         """On a rank: its calls for a stage, and what users have logged here."""
         return self.workers.reported(stage), self.user.take()
 
+    def _trainer_idle(self, step: int | None, ratio: float) -> None:
+        labels = {attr.RANK: attr.ALL_RANKS, attr.STAGE: "step", attr.MODEL_TYPE: "none"}
+        self.instruments.set(names.TRAINER_IDLE, labels, ratio)
+        self.step_values.add(step, {names.TRAINER_IDLE.name: ratio})
+
     # ---- the run ------------------------------------------------------------------------------------------------
 
     def start_run(self) -> None:
@@ -171,16 +186,20 @@ class Telemetry:
 
     def run_finished(self, error: BaseException | None, state: str | None = None) -> None:
         """Emit `verl.run.finished`, once per process: `finished`, or `failed` with the exception."""
-        if self._run_finished:
-            return
+        if not self._run_finished:
+            self._finish_run(failure_of(error), state)
+
+    def run_ended(self, failure: dict[str, str]) -> None:
+        """The same, where another process says how training has ended; nothing in a process that trains nothing."""
+        if self._run_started and not self._run_finished:
+            self._finish_run(failure, None)
+
+    def _finish_run(self, failure: dict[str, str], state: str | None) -> None:
         self._run_finished = True
-        body: dict[str, Any] = {}
-        if error is not None:
-            body = {"exception.type": type(error).__qualname__, "exception.message": describe(error)}
-        attributes = {**self.event_attributes, attr.RUN_STATE: state or ("failed" if error is not None else "finished")}
-        severity = SeverityNumber.INFO if error is None else SeverityNumber.ERROR
+        attributes = {**self.event_attributes, attr.RUN_STATE: state or ("failed" if failure else "finished")}
+        severity = SeverityNumber.ERROR if failure else SeverityNumber.INFO
         self.recorder.finish()
-        self.background.defer(self._emit_finished, body, attributes, severity, time.time_ns())
+        self.background.defer(self._emit_finished, failure, attributes, severity, time.time_ns())
 
     def _emit_finished(
         self, body: dict[str, Any], attributes: dict[str, Any], severity: SeverityNumber, now: int
@@ -222,6 +241,7 @@ class Telemetry:
         """End the run's span and send what is pending, within the exit budget."""
         atexit.unregister(self._at_exit)
         error = getattr(sys, "last_value", None)  # the exception that ends the interpreter, if any
+        self.sft.close(error)
         if self._run_started:
             self.run_finished(error)  # trainers without an end that we see, such as SFT
         self._run_finished = True

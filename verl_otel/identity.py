@@ -30,8 +30,9 @@ ROLLOUT_SERVER, REWARD_WORKER, OTHER = "rollout_server", "reward_worker", "other
 # Ray actor class name -> role, first match wins. Names of verl 0.6.1 to 0.9.1; a user's own subclass usually keeps
 # them.
 _ROLE_OF_CLASS = (
+    (re.compile(r"FullyAsyncTaskRunner"), OTHER),  # makes trainer and rollouter, and waits for them
     (re.compile(r"TaskRunner|Trainer\b|FullyAsyncTrainer"), TRAINER),
-    (re.compile(r"AgentLoop"), AGENT_LOOP),
+    (re.compile(r"AgentLoop|Rollouter"), AGENT_LOOP),
     (re.compile(r"Reward"), REWARD_WORKER),
     (re.compile(r"Server"), ROLLOUT_SERVER),
     (re.compile(r"Worker"), WORKER),

@@ -26,3 +26,10 @@ def describe(error: BaseException) -> str:
     except Exception:
         return type(error).__name__
     return text if len(text) <= 500 else f"{text[:150]} ... {text[-340:]}"
+
+
+def failure_of(error: BaseException | None) -> dict[str, str]:
+    """Type and message under OpenTelemetry's names; nothing for None."""
+    if error is None:
+        return {}
+    return {"exception.type": type(error).__qualname__, "exception.message": describe(error)}

@@ -42,6 +42,8 @@ class Trajectory:
     span: Span
     token: Any
     spans: int = 0
+    versions: tuple[int, int] | None = None
+    """The oldest and the newest weights that it was generated with."""
 
 
 @dataclass
@@ -77,6 +79,8 @@ class Trajectories:
         are enough already."""
         try:
             step, validate = int(step) if step is not None else None, bool(validate)
+            if step is not None and step < 0:  # fully_async: no step has scheduled it
+                step = None
             context, links = self._parent(step, validate)
             stage = "validation" if validate else "rollout"
             context = baggage.set_baggage(attr.STAGE, stage, context)
@@ -129,6 +133,14 @@ class Trajectories:
             border.caught(f"opening the span of {timer}")
             return None
 
+    def generated_with(self, version: Any) -> None:
+        """A request of the current trajectory was answered with this version of the weights. May raise."""
+        trajectory = otel_context.get_value(_TRAJECTORY)
+        number = _integer(version) if version is not None else None
+        if number is not None and isinstance(trajectory, Trajectory):
+            oldest, newest = trajectory.versions or (number, number)
+            trajectory.versions = min(oldest, number), max(newest, number)
+
     def enter_score(self) -> Part | None:
         """Open the span of a reward computation in a reward worker; None outside a recorded trajectory."""
         try:
@@ -145,6 +157,11 @@ class Trajectories:
         if opened is None:
             return
         try:
+            if isinstance(opened, Trajectory) and opened.versions is not None:
+                oldest, newest = opened.versions
+                opened.span.set_attribute(attr.POLICY_VERSION, newest)
+                if oldest != newest:
+                    opened.span.set_attribute(attr.POLICY_VERSION_OLDEST, oldest)
             fail(opened.span, error)
             opened.span.end()
         except Exception:
