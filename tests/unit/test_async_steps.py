@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import time
 
@@ -220,7 +221,7 @@ def test_the_parts_of_a_weight_sync_are_below_it_in_order(process, memory):
     stage = memory.span("verl.weight_sync")
     parts = [s for s in memory.spans if s.parent is not None and s.parent.span_id == stage.context.span_id]
     assert [s.name.rpartition(".")[2] for s in parts] == ["abort", "release", "transfer", "resume", "resume"]
-    assert all(a.end_time <= b.start_time for a, b in zip(parts, parts[1:]))  # noqa: B905
+    assert all(a.end_time <= b.start_time for a, b in itertools.pairwise(parts))
     assert stage.attributes["verl.policy.version"] == 7 and stage.attributes["verl.weight_sync.bytes"] == 2**19
     assert parts[0].attributes["verl.weight_sync.call"] == "abort_replicas"
     assert parts[0].attributes["verl.weight_sync.replicas"] == 3
