@@ -43,6 +43,7 @@ SEAMS = {
     "verl.experimental.fully_async_policy.message_queue": [
         *("MessageQueueClient.get_queue_size", "MessageQueueClient.clear_queue")
     ],
+    "verl.experimental.agent_loop.agent_loop": ["AgentLoopWorker.__init__"],
     "verl.utils.checkpoint.checkpoint_handler": [
         *("CheckpointHandler.__init__", "CheckpointHandler.load_checkpoint", "CheckpointHandler.save_checkpoint")
     ],

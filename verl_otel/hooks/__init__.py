@@ -63,6 +63,7 @@ HOOKS = (
     Hook("trainer", "verl.experimental.separation.ray_trainer", trainer.install_separate),
     Hook("trainer", "verl.experimental.one_step_off_policy.ray_trainer", trainer.install_one_step_off),
     Hook("fully_async", "verl.experimental.fully_async_policy.message_queue", fully_async.install),
+    Hook("fully_async", "verl.experimental.agent_loop.agent_loop", fully_async.install_agent_loop),
     Hook("sft", "verl.utils.checkpoint.checkpoint_handler", sft.install),
     Hook("data_metrics", "verl.trainer.ppo.metric_utils", data_metrics.install),
     Hook("advantage", "verl.trainer.ppo.ray_trainer", advantage.install),

@@ -3,6 +3,9 @@
 Trainer, rollouter and the runner that makes both are pickled by value; the client of the queue between them is not. The
 rollouter asks for the size of the queue at each new version of the weights (`reset_staleness`), where its own time line
 of samples in work (`_active_count_history`, 0.9.0 on) is read; the runner clears the queue when all is over.
+
+`verl.experimental.agent_loop.agent_loop.AgentLoopWorker.__init__` (0.7.1 on): an agent-loop worker of fully_async, told
+by the configuration, gets no numbers of steps but of samples.
 """
 
 import functools
@@ -25,6 +28,25 @@ def install(module: ModuleType, patches: Patches) -> None:
     client = module.MessageQueueClient
     _wrap_size(client, patches)
     _wrap_clear(client, patches)
+
+
+def install_agent_loop(module: ModuleType, patches: Patches) -> None:
+    worker = getattr(module, "AgentLoopWorker", None)
+    if not isinstance(worker, type):  # before 0.7.1, without fully_async
+        return
+    original = worker.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        try:
+            t = telemetry.current()
+            if t is not None and "async_training" in self.config:
+                t.trajectories.steps_schedule = False
+        except Exception:
+            border.caught("looking at an agent-loop worker")
+
+    patches.set(worker, "__init__", __init__)
 
 
 def _wrap_size(client: Any, patches: Patches) -> None:

@@ -73,21 +73,24 @@ class Trajectories:
         self._per_step = per_step
         self._run_context = run_context
         self._started: OrderedDict[tuple[Any, bool], int] = OrderedDict()
+        self._newest: int | None = None
+        """The newest weights of which an answer was made here."""
+        self.steps_schedule = True
+        """Whether a step schedules trajectories. fully_async's rollouter does it by itself, and counts its samples."""
 
     def enter(self, step: Any, sample: Any, rollout: Any, validate: Any) -> Trajectory | None:
         """Open the span of a trajectory that step number `step` scheduled; one that does not record if there
         are enough already."""
         try:
-            step, validate = int(step) if step is not None else None, bool(validate)
-            if step is not None and step < 0:  # fully_async: no step has scheduled it
-                step = None
+            known = step is not None and self.steps_schedule and int(step) >= 0  # -1: verl does not know it
+            step, validate = int(step) if known else None, bool(validate)
             context, links = self._parent(step, validate)
             stage = "validation" if validate else "rollout"
             context = baggage.set_baggage(attr.STAGE, stage, context)
             context = baggage.set_baggage(attr.MODEL_TYPE, "rollout", context)
             if step is not None:
                 context = baggage.set_baggage(attr.STEP_NUMBER, str(step), context)
-            if self._admit((step, validate)):
+            if self._admit((("of version", self._newest) if step is None else step, validate)):
                 attributes: dict[str, Any] = {
                     attr.RANK: self._identity.worker_index,
                     attr.STAGE: stage,
@@ -140,6 +143,7 @@ class Trajectories:
         if number is not None and isinstance(trajectory, Trajectory):
             oldest, newest = trajectory.versions or (number, number)
             trajectory.versions = min(oldest, number), max(newest, number)
+            self._newest = max(number, self._newest or number)
 
     def enter_score(self) -> Part | None:
         """Open the span of a reward computation in a reward worker; None outside a recorded trajectory."""
