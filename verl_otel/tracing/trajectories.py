@@ -82,8 +82,7 @@ class Trajectories:
         """Open the span of a trajectory that step number `step` scheduled; one that does not record if there
         are enough already."""
         try:
-            known = step is not None and self.steps_schedule and int(step) >= 0  # -1: verl does not know it
-            step, validate = int(step) if known else None, bool(validate)
+            step, validate = self._scheduled_by(step), bool(validate)
             context, links = self._parent(step, validate)
             stage = "validation" if validate else "rollout"
             context = baggage.set_baggage(attr.STAGE, stage, context)
@@ -188,6 +187,10 @@ class Trajectories:
         while len(self._started) > 64:
             self._started.popitem(last=False)
         return count <= self._per_step
+
+    def _scheduled_by(self, step: Any) -> int | None:
+        number = int(step) if step is not None and self.steps_schedule else -1
+        return number if number >= 0 else None  # -1 is verl's for one that it does not know
 
     def _parent(self, step: int | None, validate: bool) -> tuple[Context, list[Link]]:
         if step is not None and self._sampler is not None:
