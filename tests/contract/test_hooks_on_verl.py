@@ -32,7 +32,8 @@ SEAMS = {
     "verl.workers.engine_workers": ["TrainingWorker._postprocess_output"],
     "verl.workers.rollout.llm_server": ["LLMServerClient.generate"],
     "verl.trainer.ppo.v1.trainer_base": [
-        *("PPOTrainer.fit", "PPOTrainer.init", "PPOTrainer._validate", "PPOTrainer.step")
+        *("PPOTrainer.fit", "PPOTrainer.init", "PPOTrainer._validate", "PPOTrainer.step"),
+        "PPOTrainer._add_batch_to_generate",
     ],
     "verl.checkpoint_engine.base": ["CheckpointEngineManager.build_process_group"],
     "verl.experimental.separation.ray_trainer": [

@@ -2,8 +2,9 @@
 (the base of those whose rollouts have devices of their own) and `OneStepOffRayTrainer` (0.8.0 on).
 
 From `init`/`init_workers` the set-up phase, from `_validate` the validation before training (verl times only the later
-ones), from `fit` the number of the step, the end of the run and the last flush, from V1's `step` the trajectories that
-it trained on. fully_async's trainer is pickled by value: what is called of its base says that it is there.
+ones), from `fit` the number of the step, the end of the run and the last flush, from V1's `_add_batch_to_generate` and
+`step` the scheduling of rollouts and the trajectories that it trained on. fully_async's trainer is pickled by value: what
+is called of its base says that it is there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from verl_otel import border, telemetry
 from verl_otel.hooks import ray_actors
 from verl_otel.hooks.closing import closing
 from verl_otel.hooks.patches import Patches
+from verl_otel.semconv import attributes as attr
 
 if TYPE_CHECKING:
     from verl_otel.assembly import Telemetry
@@ -36,6 +38,7 @@ def install_v1(module: ModuleType, patches: Patches) -> None:
     _wrap_setup(trainer, "init", patches)
     _wrap_validate(trainer, patches)
     _wrap_fit(trainer, patches, waits_for_rollout=True)
+    _wrap_schedule(trainer, patches)
     _wrap_step(trainer, patches)
 
 
@@ -83,6 +86,21 @@ def _wrap_validate(trainer: Any, patches: Patches) -> None:
             return original(self, *args, **kwargs)
 
     patches.set(trainer, "_validate", _validate)
+
+
+def _wrap_schedule(trainer: Any, patches: Patches) -> None:
+    original = trainer._add_batch_to_generate
+
+    @functools.wraps(original)
+    def _add_batch_to_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        t = telemetry.peek()
+        if t is None:
+            return original(self, *args, **kwargs)
+        where = {attr.STAGE: "rollout", attr.MODEL_TYPE: "rollout"}
+        with closing(t.steps.leave, t.steps.enter_part(attr.SPAN_SCHEDULE, where)):
+            return original(self, *args, **kwargs)
+
+    patches.set(trainer, "_add_batch_to_generate", _add_batch_to_generate)
 
 
 def _wrap_step(trainer: Any, patches: Patches) -> None:
