@@ -14,8 +14,9 @@ from typing import Any
 from opentelemetry import propagate
 from opentelemetry._logs import LoggerProvider, SeverityNumber
 from opentelemetry.metrics import MeterProvider
+from opentelemetry.sdk.trace.sampling import Sampler
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import TracerProvider, set_span_in_context
+from opentelemetry.trace import NonRecordingSpan, TracerProvider, set_span_in_context
 
 from verl_otel import border, events, hardware
 from verl_otel.background import Background
@@ -75,6 +76,9 @@ class Telemetry:
         """Context of the run's own span, from the launcher; empty if there is none."""
         self.event_attributes = {attr.RUN_ID: identity.run_id, attr.RUN_ATTEMPT: identity.attempt}
         sampler = ids.sampler_of(self.providers.tracer)
+        self._run_span: Any = None
+        if identity.launcher_is_silent and sampler is not None and not self.run_context:
+            self._share_run(sampler)
 
         self.budget = lifetime.Budget(settings.exit_timeout * _EXIT_SHARE.get(identity.role, 1.0))
         self.flusher = lifetime.Flusher((self.providers.meter, self.providers.logger, self.providers.tracer))
@@ -121,7 +125,6 @@ class Telemetry:
         self.trajectories = Trajectories(
             self.tracer, sampler, self.instruments, identity, settings.trajectories, self.run_context
         )
-        self._run_span: Any = None
         self._run_started = self._run_finished = False
         self._pid = os.getpid()
         self._last = lifetime.Last("verl-otel-shutdown", self.providers.shut_down_ours)
@@ -169,6 +172,15 @@ class Telemetry:
             attributes.update(self.event_attributes)
             self._run_span = self.tracer.start_span(attr.SPAN_RUN, context=self.run_context, attributes=attributes)
             self.run_context = set_span_in_context(self._run_span, self.run_context)
+
+    def _share_run(self, sampler: Sampler) -> None:
+        """Under torchrun, whose own process never loads verl: rank 0 has the span of the run, known to all ranks."""
+        run = ids.run_context(sampler, self.identity.run_id, self.identity.attempt)
+        if self.identity.worker_index == "0":
+            with ids.use(run.trace_id, run.span_id):
+                self.start_run()
+        else:
+            self.run_context = set_span_in_context(NonRecordingSpan(run), self.run_context)
 
     def run_carrier(self) -> dict[str, str]:
         """The run's context as environment variables (`TRACEPARENT`, ...) for other processes."""

@@ -165,6 +165,11 @@ class Identity:
     worker_index: str = "0"
     """The rank of a rank worker; for other processes the index among those of their kind."""
 
+    @property
+    def launcher_is_silent(self) -> bool:
+        """Whether the launcher is torchrun, whose own process has no telemetry."""
+        return self.role == WORKER and "TORCHELASTIC_RUN_ID" in os.environ
+
     @classmethod
     def detect(cls) -> Identity:
         """Read the identity from the environment and, where Ray is loaded, from the actor that runs here."""

@@ -73,6 +73,8 @@ def _wrap_calls(actor_method: Any, patches: Patches) -> None:
                     called = None if _is_plumbing(self._method_name) else (_actor_of(self), kind)
                 if self._method_name.endswith("save_checkpoint"):
                     _saving(*(args or ()), **(kwargs or {}))
+            elif self._method_name == "do_validate":
+                _tell_validator(_actor_of(self))
         except Exception:
             border.caught("passing the trace context to an actor")
         result = original(self, args, kwargs, *more, **options)
@@ -102,6 +104,20 @@ def _will_report(actor: Any, kind: str, method: str) -> None:
             t.ranks.called(stage, actor._ray_actor_id, call, functools.partial(Answers.of, [actor], _report, stage))
     except Exception:
         border.caught("asking a rank for its values")
+
+
+def _tell_validator(rollouter: Any) -> None:
+    """fully_async's rollouter, whose class travels by value without our wrapper, is about to be called to validate."""
+    t = telemetry.peek()
+    if t is not None:
+        rollouter.__ray_call__.remote(_will_validate, propagation.inject(t.steps.current_context()))
+
+
+def _will_validate(actor: Any, carrier: Any) -> None:
+    """Runs in the rollouter's process."""
+    t = telemetry.peek()
+    if t is not None:
+        t.steps.validates_for(propagation.extract(carrier))
 
 
 def _saving(local_path: Any = None, *more: Any, **options: Any) -> None:

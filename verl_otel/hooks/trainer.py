@@ -3,8 +3,8 @@
 
 From `init`/`init_workers` the set-up phase, from `_validate` the validation before training (verl times only the later
 ones), from `fit` the number of the step, the end of the run and the last flush, from V1's `_add_batch_to_generate` and
-`step` the scheduling of rollouts and the trajectories that it trained on. fully_async's trainer is pickled by value: what
-is called of its base says that it is there.
+`step` the scheduling of rollouts and the trajectories that it trained on. fully_async's trainer is pickled by value:
+what is called of its base says that it is there.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ class SftLoop:
         self._identity = identity
         self._runs = False
         self._logs = False
+        self._began = False
         self._step: Scope | None = None
         self._stage: Scope | None = None
         self.global_steps = 0
@@ -60,11 +61,14 @@ class SftLoop:
 
     def enter_call(self, method: str) -> Scope | Below | None:
         """Before a call of the engine, on a rank or from the driver."""
-        if not self._runs or method not in (SFT_TRAIN_TIMER, SFT_VALIDATION_TIMER):
+        if not self._runs:
             return None
         try:
+            if method not in (SFT_TRAIN_TIMER, SFT_VALIDATION_TIMER):
+                return self._below(STEP_TIMER) if self._began and not self._logs else None
             if method == SFT_TRAIN_TIMER:
                 self._end(None)
+                self._began = True
                 self.global_steps += 1
             if not self._logs:
                 return self._below(method)

@@ -119,6 +119,7 @@ class Steps:
         """Whether rollouts have devices of their own, so that those of the trainer are idle while it waits."""
         self.on_idle_ratio: Callable[[int | None, float], None] = lambda number, ratio: None
         """Told, for each step of a trainer whose rollouts are elsewhere, which share of it the trainer waited."""
+        self._validates_for: Context | None = None
         self._generates_ahead = False
         self._ahead: tuple[int | None, SpanContext] | None = None
 
@@ -151,6 +152,10 @@ class Steps:
         if self._step_span is None:
             return self._run_context
         return trace.set_span_in_context(NonRecordingSpan(self._step_span[1]), Context())
+
+    def validates_for(self, context: Context | None) -> None:
+        """The context of whoever lets this process validate next, where the call itself cannot carry it."""
+        self._validates_for = context
 
     # ---- around verl's timers ---------------------------------------------------------------------------------------
 
@@ -243,7 +248,7 @@ class Steps:
                 self._end_with(scope, result, end)
 
         if scope.timer == STEP_TIMER and not scope.part:
-            if self.rollout_is_elsewhere and seconds > 0:
+            if self.rollout_is_elsewhere and seconds > 0 and not scope.failed:
                 self.on_idle_ratio(scope.number, min(1.0, scope.waited / seconds))
             self._background.hold(lambda: scope.logged, WAIT_FOR_LOG, scope.span.end, end)
         else:
@@ -316,6 +321,8 @@ class Steps:
         self._generates_ahead = self._generates_ahead or timer == ROLLOUT_AHEAD_TIMER
         context = otel_context.get_current()
         # In a step or another stage; or, where no trainer runs (a timer inside a rank's call), in any span there is.
+        if stage.stage == "validation" and self._validates_for is not None:
+            context, self._validates_for = self._validates_for, None
         elsewhere = self._trainer() is None and trace.get_current_span(context).get_span_context().is_valid
         if elsewhere or otel_context.get_value(_IN_STEP, context) or otel_context.get_value(_STAGE, context):
             return self._open(timer, stage, context, attributes, self.number())
