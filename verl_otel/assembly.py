@@ -15,8 +15,9 @@ from typing import Any
 from opentelemetry import propagate
 from opentelemetry._logs import LoggerProvider, SeverityNumber
 from opentelemetry.metrics import MeterProvider
+from opentelemetry.sdk.trace.sampling import Sampler
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import TracerProvider, set_span_in_context
+from opentelemetry.trace import NonRecordingSpan, TracerProvider, set_span_in_context
 
 from verl_otel import border, config, events, hardware
 from verl_otel.background import Background
@@ -24,7 +25,7 @@ from verl_otel.config import BASIC, Settings
 from verl_otel.export import lifetime, otlp, providers
 from verl_otel.export.server_targets import ServerTargets
 from verl_otel.export.termination import OnTermination, Terminated
-from verl_otel.identity import LAUNCHER, TRAINER, Identity, in_ray_worker
+from verl_otel.identity import LAUNCHER, OTHER, TRAINER, Identity, in_ray_worker
 from verl_otel.metrics.distributions import Distributions
 from verl_otel.metrics.instruments import Instruments
 from verl_otel.metrics.ranks import Ranks, ReportOfRank
@@ -36,16 +37,20 @@ from verl_otel.metrics.user import UserMetrics
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import metrics as names
 from verl_otel.tracing import ids
-from verl_otel.tracing.errors import describe, fail
+from verl_otel.tracing.checkpoints import Checkpoints
+from verl_otel.tracing.consumed import Consumed
+from verl_otel.tracing.errors import fail, failure_of
 from verl_otel.tracing.servers import Servers
+from verl_otel.tracing.sft import SftLoop
 from verl_otel.tracing.steps import Steps
 from verl_otel.tracing.trajectories import Trajectories
+from verl_otel.tracing.weight_sync import WeightSync
 from verl_otel.tracing.workers import Workers
 from verl_otel.version import __version__
 
 SCOPE = "verl_otel"
 
-_EXIT_SHARE = {LAUNCHER: 0.3, TRAINER: 0.7}  # they end one after the other: together they keep the limit
+_EXIT_SHARE = {LAUNCHER: 0.3, TRAINER: 0.7, OTHER: 0.7}  # they end one after the other: together they keep the limit
 
 
 class Telemetry:
@@ -76,6 +81,9 @@ class Telemetry:
         """Context of the run's own span, from the launcher; empty if there is none."""
         self.event_attributes = {attr.RUN_ID: identity.run_id, attr.RUN_ATTEMPT: identity.attempt}
         sampler = ids.sampler_of(self.providers.tracer)
+        self._run_span: Any = None
+        if identity.launcher_is_silent and sampler is not None and not self.run_context:
+            self._share_run(sampler)
 
         self.budget = lifetime.Budget(settings.exit_timeout * _EXIT_SHARE.get(identity.role, 1.0))
         self.flusher = lifetime.Flusher((self.providers.meter, self.providers.logger, self.providers.tracer))
@@ -101,8 +109,13 @@ class Telemetry:
         self.steps = Steps(
             self.tracer, self.instruments, self.background, self.ranks, self.logger, sampler, identity, self.run_context
         )
+        self.steps.on_idle_ratio = self._trainer_idle
+        self.weight_sync = WeightSync(self.steps)
+        self.consumed = Consumed(self.background, self.instruments, sampler, identity, self.steps)
+        self.checkpoints = Checkpoints(self.logger, identity, self.event_attributes, self.flusher.request)
         self.user.step = self.steps.number
         self.samples = Samples(self.background, self.instruments, self.step_values, identity, self.steps.number)
+        self.sft = SftLoop(self.steps, sampler, identity)
         self.workers = Workers(
             self.tracer,
             self.instruments,
@@ -112,13 +125,13 @@ class Telemetry:
             self.event_attributes,
             settings.rank_detail,
             self.flusher.request,
+            self.sft,
         )
         self.trajectories = Trajectories(
             self.tracer, sampler, self.instruments, identity, settings.trajectories, self.run_context
         )
         self.servers = Servers(self.tracer, ServerMetrics(self.background, self.instruments, identity))
         self.server_targets = ServerTargets(identity, settings.folder)
-        self._run_span: Any = None
         self._run_started = self._run_finished = False
         self._pid = os.getpid()
         self._last = lifetime.Last("verl-otel-shutdown", self.providers.shut_down_ours)
@@ -164,6 +177,11 @@ class Telemetry:
         if self._exports_metrics_of("server"):
             self.server_targets.launched(replica)
 
+    def _trainer_idle(self, step: int | None, ratio: float) -> None:
+        labels = {attr.RANK: attr.ALL_RANKS, attr.STAGE: "step", attr.MODEL_TYPE: "none"}
+        self.instruments.set(names.TRAINER_IDLE, labels, ratio)
+        self.step_values.add(step, {names.TRAINER_IDLE.name: ratio})
+
     # ---- the run ------------------------------------------------------------------------------------------------
 
     def start_run(self) -> None:
@@ -173,6 +191,15 @@ class Telemetry:
             attributes.update(self.event_attributes)
             self._run_span = self.tracer.start_span(attr.SPAN_RUN, context=self.run_context, attributes=attributes)
             self.run_context = set_span_in_context(self._run_span, self.run_context)
+
+    def _share_run(self, sampler: Sampler) -> None:
+        """Under torchrun, whose own process never loads verl: rank 0 has the span of the run, known to all ranks."""
+        run = ids.run_context(sampler, self.identity.run_id, self.identity.attempt)
+        if self.identity.worker_index == "0":
+            with ids.use(run.trace_id, run.span_id):
+                self.start_run()
+        else:
+            self.run_context = set_span_in_context(NonRecordingSpan(run), self.run_context)
 
     def run_carrier(self) -> dict[str, str]:
         """The run's context as environment variables (`TRACEPARENT`, ...) for other processes."""
@@ -190,16 +217,20 @@ class Telemetry:
 
     def run_finished(self, error: BaseException | None, state: str | None = None) -> None:
         """Emit `verl.run.finished`, once per process: `finished`, or `failed` with the exception."""
-        if self._run_finished:
-            return
+        if not self._run_finished:
+            self._finish_run(failure_of(error), state)
+
+    def run_ended(self, failure: dict[str, str]) -> None:
+        """The same, where another process says how training has ended; nothing in a process that trains nothing."""
+        if self._run_started and not self._run_finished:
+            self._finish_run(failure, None)
+
+    def _finish_run(self, failure: dict[str, str], state: str | None) -> None:
         self._run_finished = True
-        body: dict[str, Any] = {}
-        if error is not None:
-            body = {"exception.type": type(error).__qualname__, "exception.message": describe(error)}
-        attributes = {**self.event_attributes, attr.RUN_STATE: state or ("failed" if error is not None else "finished")}
-        severity = SeverityNumber.INFO if error is None else SeverityNumber.ERROR
+        attributes = {**self.event_attributes, attr.RUN_STATE: state or ("failed" if failure else "finished")}
+        severity = SeverityNumber.ERROR if failure else SeverityNumber.INFO
         self.recorder.finish()
-        self.background.defer(self._emit_finished, body, attributes, severity, time.time_ns())
+        self.background.defer(self._emit_finished, failure, attributes, severity, time.time_ns())
 
     def _emit_finished(
         self, body: dict[str, Any], attributes: dict[str, Any], severity: SeverityNumber, now: int
@@ -243,6 +274,7 @@ class Telemetry:
         atexit.unregister(self._at_exit)
         if self._on_termination is not None:
             self._on_termination.stop()
+        self.sft.close(error)
         if self._run_started:
             self.run_finished(error)  # trainers without an end that we see, such as SFT
         self._run_finished = True

@@ -236,6 +236,11 @@ def without_credentials(text: str) -> str:
     return re.sub(r"([a-zA-Z][a-zA-Z0-9+.-]*://)[^/@\s]*@", r"\1", text)
 
 
+def shown_path(path: str) -> str:
+    """A path, or a URL without its user, password, query and fragment."""
+    return re.split(r"[?#]", without_credentials(path))[0] if "://" in path else path
+
+
 def without_secrets(url: str) -> str:
     """Scheme, host and port of a URL: user, password and query may be secrets, and so may the path."""
     try:

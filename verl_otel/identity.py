@@ -32,8 +32,9 @@ ROLLOUT_SERVER, REWARD_WORKER, OTHER = "rollout_server", "reward_worker", "other
 # Ray actor class name -> role, first match wins. Names of verl 0.6.1 to 0.9.1; a user's own subclass usually keeps
 # them.
 _ROLE_OF_CLASS = (
+    (re.compile(r"FullyAsyncTaskRunner"), OTHER),  # makes trainer and rollouter, and waits for them
     (re.compile(r"TaskRunner|Trainer\b|FullyAsyncTrainer"), TRAINER),
-    (re.compile(r"AgentLoop"), AGENT_LOOP),
+    (re.compile(r"AgentLoop|Rollouter"), AGENT_LOOP),
     (re.compile(r"Reward"), REWARD_WORKER),
     (re.compile(r"Server"), ROLLOUT_SERVER),
     (re.compile(r"Worker"), WORKER),
@@ -178,6 +179,11 @@ class Identity:
     worker_group: str = ""
     worker_index: str = "0"
     """The rank of a rank worker; for other processes the index among those of their kind."""
+
+    @property
+    def launcher_is_silent(self) -> bool:
+        """Whether the launcher is torchrun, whose own process has no telemetry."""
+        return self.role == WORKER and "TORCHELASTIC_RUN_ID" in os.environ
 
     @classmethod
     def detect(cls) -> Identity:

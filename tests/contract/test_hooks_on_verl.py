@@ -36,8 +36,23 @@ SEAMS = {
     "verl.workers.engine_workers": ["TrainingWorker._postprocess_output"],
     "verl.workers.rollout.llm_server": ["LLMServerClient.generate"],
     "verl.workers.rollout.replica": ["RolloutReplica.init_hybrid", "RolloutReplica.init_standalone"],
-    "verl.experimental.agent_loop.agent_loop": ["AsyncLLMServerManager.generate"],
-    "verl.trainer.ppo.v1.trainer_base": ["PPOTrainer.fit", "PPOTrainer.init", "PPOTrainer._validate"],
+    "verl.trainer.ppo.v1.trainer_base": [
+        *("PPOTrainer.fit", "PPOTrainer.init", "PPOTrainer._validate", "PPOTrainer.step"),
+        "PPOTrainer._add_batch_to_generate",
+    ],
+    "verl.checkpoint_engine.base": ["CheckpointEngineManager.build_process_group"],
+    "verl.experimental.separation.ray_trainer": [
+        *("SeparateRayPPOTrainer.init_workers", "SeparateRayPPOTrainer._init_resource_pools"),
+        "SeparateRayPPOTrainer._fit_start_profile",
+    ],
+    "verl.experimental.one_step_off_policy.ray_trainer": ["OneStepOffRayTrainer.fit"],
+    "verl.experimental.fully_async_policy.message_queue": [
+        *("MessageQueueClient.get_queue_size", "MessageQueueClient.clear_queue")
+    ],
+    "verl.experimental.agent_loop.agent_loop": ["AsyncLLMServerManager.generate", "AgentLoopWorker.__init__"],
+    "verl.utils.checkpoint.checkpoint_handler": [
+        *("CheckpointHandler.__init__", "CheckpointHandler.load_checkpoint", "CheckpointHandler.save_checkpoint")
+    ],
     "verl.experimental.reward_loop.reward_loop": ["RewardLoopWorker.compute_score"],
     "verl.workers.actor.dp_actor": ["DataParallelPPOActor.update_policy"],
     "verl.workers.critic.dp_critic": ["DataParallelPPOCritic.update_critic"],

@@ -1,5 +1,7 @@
 """The agent loop's client of the rollout servers, `generate`: latency and throughput of every request.
 
+From 0.8.0 on an answer has the version of the weights, too.
+
 `verl.workers.rollout.llm_server.LLMServerClient` (verl 0.8.0 on),
 `verl.experimental.agent_loop.agent_loop.AsyncLLMServerManager` (0.6.1 to 0.7.1).
 """
@@ -33,6 +35,7 @@ def _wrap(client: Any, patches: Patches) -> None:
             if t is not None:
                 tokens = getattr(output, "token_ids", None)
                 t.samples.of_request(time.perf_counter() - started, None if tokens is None else len(tokens))
+                t.trajectories.generated_with((getattr(output, "extra_fields", None) or {}).get("global_steps"))
         except Exception:
             border.caught("the latency of a request")
         return output

@@ -4,7 +4,8 @@ A call gets the carrier only if the method on the other side takes it: methods t
 value with our wrapper in them; a class that travels by reference is wrapped only where its process is instrumented too,
 so that process is asked once, without waiting. The actors that this process makes are kept (weakly): they are asked for
 what users have logged there, and to flush at the end of training, since Ray ends them without running exit handlers.
-Behind each call of a rank for a stage the rank is asked for its own values (`verl_otel.metrics.ranks`).
+Behind each call of a rank for a stage the rank is asked for its own values (`verl_otel.metrics.ranks`). The call to
+save a checkpoint says where it goes.
 """
 
 import functools
@@ -24,6 +25,7 @@ from verl_otel.hooks.patches import Patches
 from verl_otel.identity import AGENT_LOOP, LAUNCHER, REWARD_WORKER, ROLLOUT_SERVER, TRAINER, role_of_class
 from verl_otel.metrics.ranks import Called
 from verl_otel.tracing import propagation
+from verl_otel.tracing.errors import failure_of
 
 _children: weakref.WeakSet[Any] = weakref.WeakSet()
 _ranks: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -69,6 +71,10 @@ def _wrap_calls(actor_method: Any, patches: Patches) -> None:
                 if carrier:
                     kwargs = {**(kwargs or {}), propagation.CARRIER: carrier}
                     called = None if _is_plumbing(self._method_name) else (_actor_of(self), kind)
+                if self._method_name.endswith("save_checkpoint"):
+                    _saving(*(args or ()), **(kwargs or {}))
+            elif self._method_name == "do_validate":
+                _tell_validator(_actor_of(self))
         except Exception:
             border.caught("passing the trace context to an actor")
         result = original(self, args, kwargs, *more, **options)
@@ -98,6 +104,27 @@ def _will_report(actor: Any, kind: str, method: str) -> None:
             t.ranks.called(stage, actor._ray_actor_id, call, functools.partial(Answers.of, [actor], _report, stage))
     except Exception:
         border.caught("asking a rank for its values")
+
+
+def _tell_validator(rollouter: Any) -> None:
+    """fully_async's rollouter, whose class travels by value without our wrapper, is about to be called to validate."""
+    t = telemetry.peek()
+    if t is not None:
+        rollouter.__ray_call__.remote(_will_validate, propagation.inject(t.steps.current_context()))
+
+
+def _will_validate(actor: Any, carrier: Any) -> None:
+    """Runs in the rollouter's process."""
+    t = telemetry.peek()
+    if t is not None:
+        t.steps.validates_for(propagation.extract(carrier))
+
+
+def _saving(local_path: Any = None, *more: Any, **options: Any) -> None:
+    """A rank is called to save its part of a checkpoint."""
+    t = telemetry.peek()
+    if t is not None:
+        t.checkpoints.saving(local_path)
 
 
 class Answers:
@@ -222,6 +249,26 @@ def flush_actors(timeout: float) -> None:
     calls = Answers.of(list(_children), _flush, timeout)._references
     if calls:
         ray.wait(calls, num_returns=len(calls), timeout=timeout)
+
+
+def end_run(error: BaseException | None, timeout: float) -> None:
+    """Tell the actors that this process made that the run is over, and let them and those that they made send what they
+    have, waiting `timeout` seconds at most."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return
+    calls = Answers.of(list(_children), _end_run, failure_of(error), timeout)._references
+    if calls:
+        ray.wait(calls, num_returns=len(calls), timeout=timeout)
+
+
+def _end_run(actor: Any, failure: dict[str, str], timeout: float) -> None:
+    """Runs in the actor's process."""
+    t = telemetry.peek()
+    if t is not None:
+        t.run_ended(failure)
+        flush_actors(timeout / 2)
+        t.flush(timeout / 2)
 
 
 def _flush(actor: Any, timeout: float) -> None:

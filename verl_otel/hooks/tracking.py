@@ -85,6 +85,7 @@ def _wrap_init(tracking: Any, patches: Patches) -> None:
         try:
             t = telemetry.current()
             if t is not None:
+                t.sft.logs()
                 given = signature.bind(self, *args, **kwargs).arguments
                 names = str(given["project_name"]), str(given["experiment_name"])
                 announcement = (t, *names, parameters(given.get("config")))
@@ -104,6 +105,7 @@ def _wrap_log(tracking: Any, patches: Patches) -> None:
             t = telemetry.current()
             if t is not None:
                 t.log(dict(data), step)
+                t.sft.logged(step)
         except Exception:
             border.caught("Tracking.log")
         return original(self, data, step, *args, **kwargs)

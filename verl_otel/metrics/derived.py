@@ -1,7 +1,8 @@
 """Figures that verl does not print, computed from those of a step that it does. Nothing is computed from a guess."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import metrics as names
@@ -43,3 +44,17 @@ def of_step(values: Mapping[str, float], generated: float | None = None) -> Iter
         yield Series(names.STAGE_SHARE, where), seconds / step_time
         unaccounted -= seconds
     yield Series(names.UNACCOUNTED, labels), max(0.0, unaccounted)
+
+
+def idle_ratio(history: Sequence[tuple[float, int]], now: float) -> float | None:
+    """The share of the time from the first entry until now in which nothing was in work; None if no time has passed.
+
+    Args:
+        history: Unix time of each change, and how much was in work from then on.
+        now: Unix time.
+    """
+    idle = total = 0.0
+    for (start, active), (end, _) in pairwise([*history, (now, 0)]):
+        total += max(0.0, end - start)
+        idle += max(0.0, end - start) if active == 0 else 0.0
+    return idle / total if total > 0 else None

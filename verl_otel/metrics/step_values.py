@@ -83,9 +83,12 @@ class StepValues:
         self._late: list[Answers] = []
         self.ask: Callable[[], Answers | None] = lambda: None
         """Asks the other processes of the run for what users have logged there."""
+        self.by_number = True
+        """Whether verl logs under the numbers of its steps; if not, values belong to the event that comes next."""
 
     def add(self, step: int | None, values: Mapping[str, float]) -> None:
         """Keep values for the event of `step`; None: the next one."""
+        step = step if self.by_number else None
         self._values.setdefault(step, {}).update(values)
         while len(self._values) > MAX_STEPS:
             del self._values[next(iter(self._values))]
@@ -101,7 +104,7 @@ class StepValues:
             if frequency == EPOCH:
                 self._new_of_epoch.append(one)
             else:
-                _add(self._summaries, (step, key), one)
+                _add(self._summaries, (step if self.by_number else None, key), one)
         del self._new_of_epoch[:-MAX_SUMMARIES]
         while len(self._summaries) > MAX_SUMMARIES:
             del self._summaries[next(iter(self._summaries))]

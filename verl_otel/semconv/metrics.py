@@ -43,6 +43,10 @@ ROLLOUT_THROUGHPUT = _metrics["verl.rollout.throughput"]
 ROLLOUT_TOKENS = _metrics["verl.rollout.tokens"]
 GENERATED_TOKENS = _metrics["verl.rollout.generated_tokens"]
 
+TRAINER_IDLE = _metrics["verl.trainer.idle_ratio"]
+ROLLOUTER_IDLE = _metrics["verl.rollouter.idle_ratio"]
+STALENESS = _metrics["verl.rollout.staleness"]
+
 REWARD_SCORE = _metrics["verl.reward.score"]
 REWARD_VALUE = _metrics["verl.reward.value"]
 ADVANTAGE_VALUE = _metrics["verl.advantage.value"]

@@ -24,19 +24,25 @@ STAGES = frozenset(
 STEP_TIMER = "step"
 GENERATE_TIMER = "generate_sequences"
 ROLLOUT_TIMER = "gen"
+ROLLOUT_AHEAD_TIMER = "generate_async"
+"""one_step_off: generation of the next batch, beside the step; `gen` is the wait for this one."""
 VALIDATION_TIMER = "testing"
+CHECKPOINT_TIMER = "save_checkpoint"
+WEIGHT_SYNC_TIMER = "update_weights"
+SFT_TRAIN_TIMER, SFT_VALIDATION_TIMER = "train_batch", "infer_batch"
+"""SFT has no timers: the calls of the engine that are its stages."""
 
 SETUP = Stage("verl.setup", "other")
 
 _ROLLOUT = Stage("verl.rollout", "rollout", "rollout")
-_WEIGHT_SYNC = Stage("verl.weight_sync", "weight_sync", "rollout")
+WEIGHT_SYNC = Stage("verl.weight_sync", "weight_sync", "rollout")
 _VALIDATION = Stage("verl.validation", "validation", "rollout")
 
 _BY_TIMER = {
     STEP_TIMER: Stage("verl.step", "step"),
     ROLLOUT_TIMER: _ROLLOUT,
     "gen_max": _ROLLOUT,
-    "generate_async": _ROLLOUT,
+    ROLLOUT_AHEAD_TIMER: _ROLLOUT,
     "wait_for_enough_samples": _ROLLOUT,
     "switch_wait": _ROLLOUT,
     "reward": Stage("verl.reward", "reward", "reward"),
@@ -46,15 +52,22 @@ _BY_TIMER = {
     "adv": Stage("verl.advantage", "advantage"),
     "update_actor": Stage("verl.update_actor", "update", "actor"),
     "update_critic": Stage("verl.update_critic", "update", "critic"),
-    "update_weights": _WEIGHT_SYNC,
-    "sync_rollout_weights": _WEIGHT_SYNC,
-    "timing_s/param_sync": _WEIGHT_SYNC,
-    "switch_to_trainer": _WEIGHT_SYNC,
-    "switch_to_rollout": _WEIGHT_SYNC,
-    "save_checkpoint": Stage("verl.checkpoint", "checkpoint"),
+    WEIGHT_SYNC_TIMER: WEIGHT_SYNC,
+    "sync_rollout_weights": WEIGHT_SYNC,
+    "timing_s/param_sync": WEIGHT_SYNC,
+    "switch_to_trainer": WEIGHT_SYNC,
+    "switch_to_rollout": WEIGHT_SYNC,
+    CHECKPOINT_TIMER: Stage("verl.checkpoint", "checkpoint"),
     VALIDATION_TIMER: _VALIDATION,
     "rollouter/validate_time": _VALIDATION,
+    SFT_TRAIN_TIMER: Stage("verl.update_actor", "update", "actor"),
+    SFT_VALIDATION_TIMER: Stage("verl.validation", "validation", "actor"),
 }
+
+# Around, after or beside the stages of a step.
+_NOT_NEXT_TO_OTHERS = frozenset(
+    {STEP_TIMER, VALIDATION_TIMER, "rollouter/validate_time", "sync_rollout_weights", ROLLOUT_AHEAD_TIMER}
+)
 
 # Timers of the agent-loop workers: parts of a trajectory, not stages of a step.
 TRAJECTORY_TIMERS = {
@@ -76,4 +89,4 @@ def stage_of(timer: str) -> Stage:
 
 def in_step(timer: str) -> bool:
     """Whether a timer is a stage that verl times inside its step, next to the others."""
-    return timer in _BY_TIMER and timer not in {STEP_TIMER, VALIDATION_TIMER, "rollouter/validate_time"}
+    return timer in _BY_TIMER and timer not in _NOT_NEXT_TO_OTHERS

@@ -4,13 +4,17 @@ from opentelemetry.trace import Span, Status, StatusCode
 
 from verl_otel import border
 
+_NO_ERRORS = frozenset({"TrainingStopException"})
+"""By which verl ends a loop when all is done (fully_async)."""
+
 
 def fail(span: Span, error: BaseException | None) -> None:
-    """Record the exception that ends a span and give it ERROR status; nothing for None and for a closed generator.
+    """Record the exception that ends a span and give it ERROR status; nothing for None, for a closed generator, and for
+    an exception by which verl says that all is done.
 
     Never raises: the exception may be of a class that cannot even be printed.
     """
-    if error is None or isinstance(error, GeneratorExit):
+    if error is None or isinstance(error, GeneratorExit) or type(error).__name__ in _NO_ERRORS:
         return
     try:
         span.record_exception(error)
@@ -26,3 +30,10 @@ def describe(error: BaseException) -> str:
     except Exception:
         return type(error).__name__
     return text if len(text) <= 500 else f"{text[:150]} ... {text[-340:]}"
+
+
+def failure_of(error: BaseException | None) -> dict[str, str]:
+    """Type and message under OpenTelemetry's names; nothing for None."""
+    if error is None:
+        return {}
+    return {"exception.type": type(error).__qualname__, "exception.message": describe(error)}

@@ -72,15 +72,27 @@ def sampler_of(provider: object) -> Sampler | None:
     return provider.sampler if derives else None  # type: ignore[attr-defined]
 
 
+def run_context(sampler: Sampler, run_id: str, attempt: int) -> SpanContext:
+    """The context of the span of a run that has no launcher to make it."""
+    trace = _derive(16, "verl.trace", run_id, attempt, "run")
+    return SpanContext(
+        trace, _derive(8, "verl.span", run_id, attempt, "run"), is_remote=True, trace_flags=_flags(sampler, trace)
+    )
+
+
 def remote_context(sampler: Sampler, run_id: str, attempt: int, step: int, name: str) -> SpanContext:
     """The context of a span that another process opens, or will open, in the trace of a step.
 
     The sampling decision is the one that the trainer takes: samplers decide on the trace id of a root span.
     """
     trace = trace_id(run_id, attempt, step)
+    span = span_id(run_id, attempt, step, name)
+    return SpanContext(trace, span, is_remote=True, trace_flags=_flags(sampler, trace))
+
+
+def _flags(sampler: Sampler, trace: int) -> TraceFlags:
     result = sampler.should_sample(None, trace, "verl.step")
-    flags = TraceFlags.SAMPLED if result.decision is Decision.RECORD_AND_SAMPLE else TraceFlags.DEFAULT
-    return SpanContext(trace, span_id(run_id, attempt, step, name), is_remote=True, trace_flags=TraceFlags(flags))
+    return TraceFlags(TraceFlags.SAMPLED if result.decision is Decision.RECORD_AND_SAMPLE else TraceFlags.DEFAULT)
 
 
 def not_recorded(context: Context) -> Context:

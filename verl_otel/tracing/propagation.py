@@ -26,12 +26,12 @@ BY_VALUE, BY_REFERENCE = "by value", "by reference"
 """How a wrapped method gets to the other process: with our wrapper in it, or as a name that is wrapped there or not."""
 
 
-def inject() -> dict[str, str] | None:
-    """The current context as a carrier, None if there is no valid span in it."""
-    if not get_current_span().get_span_context().is_valid:
+def inject(context: Context | None = None) -> dict[str, str] | None:
+    """A context, by default the current one, as a carrier; None if there is no valid span in it."""
+    if not get_current_span(context).get_span_context().is_valid:
         return None
     carrier: dict[str, str] = {}
-    propagate.inject(carrier)
+    propagate.inject(carrier, context)
     return carrier or None
 
 

@@ -42,6 +42,8 @@ class Trajectory:
     span: Span
     token: Any
     spans: int = 0
+    versions: tuple[int, int] | None = None
+    """The oldest and the newest weights that it was generated with."""
 
 
 @dataclass
@@ -71,19 +73,23 @@ class Trajectories:
         self._per_step = per_step
         self._run_context = run_context
         self._started: OrderedDict[tuple[Any, bool], int] = OrderedDict()
+        self._newest: int | None = None
+        """The newest weights of which an answer was made here."""
+        self.steps_schedule = True
+        """Whether a step schedules trajectories. fully_async's rollouter does it by itself, and counts its samples."""
 
     def enter(self, step: Any, sample: Any, rollout: Any, validate: Any) -> Trajectory | None:
         """Open the span of a trajectory that step number `step` scheduled; one that does not record if there
         are enough already."""
         try:
-            step, validate = int(step) if step is not None else None, bool(validate)
+            step, validate = self._scheduled_by(step), bool(validate)
             context, links = self._parent(step, validate)
             stage = "validation" if validate else "rollout"
             context = baggage.set_baggage(attr.STAGE, stage, context)
             context = baggage.set_baggage(attr.MODEL_TYPE, "rollout", context)
             if step is not None:
                 context = baggage.set_baggage(attr.STEP_NUMBER, str(step), context)
-            if self._admit((step, validate)):
+            if self._admit((("of version", self._newest) if step is None else step, validate)):
                 attributes: dict[str, Any] = {
                     attr.RANK: self._identity.worker_index,
                     attr.STAGE: stage,
@@ -129,6 +135,15 @@ class Trajectories:
             border.caught(f"opening the span of {timer}")
             return None
 
+    def generated_with(self, version: Any) -> None:
+        """A request of the current trajectory was answered with this version of the weights. May raise."""
+        trajectory = otel_context.get_value(_TRAJECTORY)
+        number = _integer(version) if version is not None else None
+        if number is not None and isinstance(trajectory, Trajectory):
+            oldest, newest = trajectory.versions or (number, number)
+            trajectory.versions = min(oldest, number), max(newest, number)
+            self._newest = max(number, self._newest or number)
+
     def enter_score(self) -> Part | None:
         """Open the span of a reward computation in a reward worker; None outside a recorded trajectory."""
         try:
@@ -145,6 +160,11 @@ class Trajectories:
         if opened is None:
             return
         try:
+            if isinstance(opened, Trajectory) and opened.versions is not None:
+                oldest, newest = opened.versions
+                opened.span.set_attribute(attr.POLICY_VERSION, newest)
+                if oldest != newest:
+                    opened.span.set_attribute(attr.POLICY_VERSION_OLDEST, oldest)
             fail(opened.span, error)
             opened.span.end()
         except Exception:
@@ -167,6 +187,10 @@ class Trajectories:
         while len(self._started) > 64:
             self._started.popitem(last=False)
         return count <= self._per_step
+
+    def _scheduled_by(self, step: Any) -> int | None:
+        number = int(step) if step is not None and self.steps_schedule else -1
+        return number if number >= 0 else None  # -1 is verl's for one that it does not know
 
     def _parent(self, step: int | None, validate: bool) -> tuple[Context, list[Link]]:
         if step is not None and self._sampler is not None:

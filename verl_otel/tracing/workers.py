@@ -32,6 +32,7 @@ from verl_otel.metrics.recorder import emit_non_finite, non_finite_attributes
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import metrics as names
 from verl_otel.tracing.errors import fail
+from verl_otel.tracing.sft import SftLoop
 
 _CALL = otel_context.create_key("verl-otel-worker-call")
 _GROUP = otel_context.create_key("verl-otel-worker-group")
@@ -60,6 +61,8 @@ class Call:
     stage: int
     """Id of the span that the call was made for, 0 if none is known."""
     step: int | None
+    around: Any = None
+    """What SFT has opened for the call."""
     noted: dict[str, list[float]] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
     bad: dict[str, int] = field(default_factory=dict)
@@ -79,6 +82,7 @@ class Workers:
         event_attributes: Mapping[str, Any],
         detail: RankDetail,
         on_call_ended: Callable[[], Any],
+        sft: SftLoop,
     ) -> None:
         self._tracer = tracer
         self._instruments = instruments
@@ -88,14 +92,17 @@ class Workers:
         self._event_attributes = event_attributes
         self._detail = detail
         self._on_call_ended = on_call_ended
+        self._sft = sft
         self._lock = threading.Lock()
         self._finished: deque[Call] = deque(maxlen=MAX_UNREPORTED)
 
     def enter(self, worker: Any, method: str) -> Call | None:
         """Open the span of `method` on `worker`; None for plumbing (`_query_...`) and for nested calls."""
+        around = None
         try:
             if method.startswith("_") or otel_context.get_value(_CALL):
                 return None
+            around = self._sft.enter_call(method)
             group = otel_context.get_value(_GROUP)
             labels = {
                 attr.RANK: _rank(worker),
@@ -110,13 +117,14 @@ class Workers:
             span = self._tracer.start_span(
                 attr.WORKER_SPAN_PREFIX + method, context=parent, kind=SpanKind.SERVER, attributes=attributes
             )
-            call = Call(span, Context(), None, method, 0.0, labels, caller.span_id, _step())
+            call = Call(span, Context(), None, method, 0.0, labels, caller.span_id, _step(), around)
             call.context = otel_context.set_value(_CALL, call, trace.set_span_in_context(span))
             call.token = otel_context.attach(call.context)
             call.started = time.perf_counter()
             return call
         except Exception:
             border.caught(f"opening the span of the worker call {method}")
+            self._sft.leave_call(around, None)
             return None
 
     def leave(self, call: Call | None, error: BaseException | None = None) -> None:
@@ -143,6 +151,7 @@ class Workers:
             border.caught(f"closing the span of the worker call {call.method}")
         finally:
             otel_context.detach(call.token)
+            self._sft.leave_call(call.around, error)
 
     def note(self, quantity: str, values: Sequence[float]) -> None:
         """Keep values that the engine has computed on this rank in the current call: numbers that are there already."""

@@ -1,0 +1,276 @@
+"""verl's asynchronous trainers and SFT: one real run of each, and what its steps say."""
+
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import bed
+import pytest
+from trees import children, orphans, root, step_traces, traces, unnamed_share
+
+from verl_otel.recording import reader
+
+pytestmark = pytest.mark.run
+
+PHASES = {f"verl.weight_sync.{phase}" for phase in ("abort", "release", "transfer", "resume")}
+
+
+def load(run):
+    assert run.returncode == 0, run.output[-4000:]
+    recording = reader.load(run.telemetry)
+    return SimpleNamespace(
+        run=run,
+        recording=recording,
+        spans=recording.spans,
+        steps=step_traces(recording.spans),
+        events=recording.events_named("verl.step"),
+        points=points(run.telemetry),
+        complaints=[line for line in run.output.splitlines() if "verl-otel:" in line or "Failed to detach" in line],
+    )
+
+
+def points(folder):
+    """Metric -> the last point of each series of each process: (labels, point)."""
+    found = {}
+    for path in sorted(folder.glob("*.metrics.jsonl")):
+        for line in path.read_text().splitlines():
+            for group in json.loads(line)["resourceMetrics"]:
+                for metric in (m for scope in group["scopeMetrics"] for m in scope["metrics"]):
+                    data = metric.get("gauge") or metric.get("histogram") or metric.get("sum")
+                    for point in data["dataPoints"]:
+                        labels = reader.attributes_of(point["attributes"])
+                        found.setdefault(metric["name"], {})[path.name, str(sorted(labels.items()))] = labels, point
+    return {name: list(series.values()) for name, series in found.items()}
+
+
+def stages(trace):
+    return [span.name for span in children(trace, root(trace))]
+
+
+def assert_whole(mode, last_step, allowed_roots):
+    """Each step is one trace, no span is without its parent, and no process of ours complains."""
+    assert mode.complaints == []
+    assert sorted(mode.steps) == list(range(1, last_step + 1))
+    for trace in traces(mode.spans).values():
+        assert orphans(trace) == [], [span.name for span in trace]
+        assert root(trace).name in allowed_roots
+    (finished,) = mode.recording.events_named("verl.run.finished")
+    assert finished.attributes["verl.run.state"] == "finished"
+
+
+def assert_events_are_what_verl_printed(mode):
+    """Every value that verl logged is in an event of its step, and of several calls for one step nothing is lost."""
+    printed = mode.run.printed()
+    logged = {}
+    for event in mode.events:
+        values = {key: value for key, value in event.body.items() if not key.startswith("verl.")}
+        step = logged.setdefault(event.attributes["verl.step.number"], {})
+        step.update(values)
+    assert {step: sorted(values) for step, values in printed.items()} == {
+        step: sorted(values) for step, values in logged.items() if values
+    }
+    for step, values in printed.items():
+        assert {key: logged[step][key] for key in values} == pytest.approx(values, rel=1e-12, nan_ok=True)
+
+
+def assert_idle_ratio(mode):
+    (of_trainer,) = mode.points["verl.trainer.idle_ratio"]
+    assert 0 <= of_trainer[1]["asDouble"] <= 1
+    for number, trace in mode.steps.items():
+        step = root(trace)
+        waited = sum(s.seconds for s in children(trace, step) if s.attributes.get("verl.stage.wait"))
+        assert 0 <= waited <= step.seconds, number
+
+
+def staleness(mode):
+    """(count, sum) over all steps."""
+    (series,) = mode.points["verl.rollout.staleness"]
+    return int(series[1]["count"]), series[1]["sum"]
+
+
+def assert_named(mode, share=0.05):
+    """Of most steps no larger part is without a name: on a busy machine one may stand still."""
+    shares = sorted(unnamed_share(trace) for trace in mode.steps.values())
+    assert shares[len(shares) // 2] < share, shares
+
+
+# ---- separate_async -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def separate(tmp_path_factory, fork_server):
+    folder = tmp_path_factory.mktemp("separate")
+    run = bed.run(folder, ["trainer.save_freq=2"], script="run_separate_async.sh", fork_server=fork_server)
+    return load(run)
+
+
+def test_separate_async_has_whole_traces_without_gaps(separate):
+    assert_whole(separate, 3, {"verl.run", "verl.validation", "verl.step"})
+    assert_events_are_what_verl_printed(separate)
+    assert_named(separate)
+
+
+def test_separate_async_says_what_it_waited_for(separate):
+    assert_idle_ratio(separate)
+    waits = Counter(s.name for s in separate.spans if s.attributes.get("verl.stage.wait"))
+    assert waits == {"verl.rollout": 6}  # two for each step
+
+
+def test_separate_async_says_how_stale_its_trajectories_are_and_links_to_them(separate):
+    printed = separate.run.printed()
+    count, total = staleness(separate)
+    per_step = 8 * 4
+    assert count == 3 * per_step
+    assert total == pytest.approx(
+        sum(printed[step]["training/off_policy/trajectory_staleness/mean"] * per_step for step in (1, 2, 3))
+    )
+    by_trace = {trace[0].trace_id: number for number, trace in separate.steps.items()}
+    for number, trace in separate.steps.items():
+        linked = [by_trace[link] for link in root(trace).links if link in by_trace]
+        assert all(earlier < number for earlier in linked)
+    assert any(set(root(trace).links) & set(by_trace) for trace in separate.steps.values())
+    versions = [s.attributes.get("verl.policy.version") for s in separate.spans if s.name == "verl.trajectory"]
+    assert versions and set(versions) <= {0, 1, 2, 3, None}
+    assert versions.count(None) <= 8  # in flight when the training ended
+
+
+def test_separate_async_shows_the_parts_of_its_weight_syncs(separate):
+    for number, trace in separate.steps.items():
+        (sync,) = [
+            s
+            for s in children(trace, root(trace))
+            if s.name == "verl.weight_sync" and "update" in s.attributes["verl.timer"]
+        ]
+        parts = [s.name for s in children(trace, sync) if s.name in PHASES]
+        assert parts == [f"verl.weight_sync.{part}" for part in ("abort", "release", "transfer", "resume", "resume")]
+        assert sync.attributes["verl.policy.version"] == number
+        assert sync.attributes["verl.weight_sync.bytes"] > 400_000
+        (transfer,) = [s for s in children(trace, sync) if s.name == "verl.weight_sync.transfer"]
+        assert {s.name for s in children(trace, transfer)} >= {"verl.worker.update_weights"}
+
+
+def test_a_checkpoint_says_where_and_how_much(separate):
+    (checkpoint,) = [s for s in separate.spans if s.name == "verl.checkpoint"]
+    folder = separate.run.folder / "ckpt" / "global_step_2"
+    assert checkpoint.attributes["verl.checkpoint.path"] == str(folder)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert checkpoint.attributes["verl.checkpoint.bytes"] == sum(path.stat().st_size for path in files)
+    (event,) = separate.recording.events_named("verl.checkpoint")
+    assert event.attributes["verl.step.number"] == 2 and event.body["seconds"] > 0
+    assert event.trace_id == checkpoint.trace_id
+    assert (separate.run.folder / "ckpt" / ".verl-otel.json").exists()
+
+
+# ---- fully_async ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fully(tmp_path_factory, fork_server):
+    folder = tmp_path_factory.mktemp("fully")
+    run = bed.run(folder, ["trainer.save_freq=2"], script="run_fully_async.sh", fork_server=fork_server)
+    return load(run)
+
+
+def test_fully_async_has_whole_traces_without_gaps(fully):
+    assert_whole(fully, 6, {"verl.run", "verl.step", "verl.trajectory"})
+    assert_named(fully)
+
+
+def test_fully_async_logs_several_times_under_one_number_and_nothing_is_lost(fully):
+    assert_events_are_what_verl_printed(fully)
+    calls = Counter(event.attributes["verl.step.number"] for event in fully.events if len(event.body) > 1)
+    assert max(calls.values()) >= 3  # of the rollouter, of the trainer, and of the validation
+    late = [e for e in fully.events if any(key.startswith("val-core/") for key in e.body)]
+    assert {e.attributes["verl.step.number"] for e in late} == {0, 2}
+
+
+def test_fully_async_knows_its_processes(fully):
+    roles = {span.resource["verl.worker.group"]: span.resource["verl.process.role"] for span in fully.spans}
+    assert roles["FullyAsyncTrainer"] == "trainer"
+    assert {s.resource["verl.worker.group"] for s in fully.spans if s.name == "verl.validation"} == {
+        "FullyAsyncRollouter"
+    }
+    assert roles["FullyAsyncRollouter"] == "agent_loop"
+
+
+def test_fully_async_says_waits_staleness_and_idle_times(fully):
+    assert_idle_ratio(fully)
+    ((_, point),) = fully.points["verl.rollouter.idle_ratio"]
+    assert 0 <= point["asDouble"] <= 1
+    count, total = staleness(fully)
+    assert count == 6 * 4 * 4 and total >= 0
+    versions = {s.attributes.get("verl.policy.version") for s in fully.spans if s.name == "verl.trajectory"}
+    assert versions & {0, 1, 2}
+
+
+# ---- one_step_off ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one_step_off(tmp_path_factory, fork_server):
+    folder = tmp_path_factory.mktemp("one-step-off")
+    run = bed.run(folder, ["trainer.save_freq=2"], script="run_one_step_off.sh", fork_server=fork_server)
+    return load(run)
+
+
+def test_one_step_off_has_whole_traces_and_links_to_what_was_generated_ahead(one_step_off):
+    assert_whole(one_step_off, 3, {"verl.run", "verl.validation", "verl.step"})
+    assert_events_are_what_verl_printed(one_step_off)
+    assert_idle_ratio(one_step_off)
+    assert_named(one_step_off)
+    for number in (2, 3):
+        generated = one_step_off.steps[number - 1][0].trace_id
+        assert generated in root(one_step_off.steps[number]).links
+
+
+# ---- colocate_async -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def colocate(tmp_path_factory, fork_server):
+    folder = tmp_path_factory.mktemp("colocate")
+    run = bed.run(folder, ["grpo"], script="run_colocate_async.sh", ranks=1, fork_server=fork_server)
+    return load(run)
+
+
+def test_colocate_async_has_whole_traces_and_no_idle_time(colocate):
+    assert_whole(colocate, 3, {"verl.run", "verl.validation", "verl.step"})
+    assert_events_are_what_verl_printed(colocate)
+    assert "verl.trainer.idle_ratio" not in colocate.points  # its devices generate while it waits
+    assert staleness(colocate)[0] == 3 * 8 * 4
+
+
+# ---- SFT ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["torchrun", "ray"])
+def sft(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(f"sft-{request.param}")
+    return load(bed.run(folder, [request.param], script="run_sft.sh", steps=4))
+
+
+def test_each_step_of_sft_is_a_trace_with_every_rank(sft):
+    assert sft.complaints == []
+    assert sorted(sft.steps) == [1, 2, 3, 4]
+    for number, trace in sft.steps.items():
+        assert orphans(trace) == []
+        after = ["verl.validation", "verl.checkpoint"] if number % 2 == 0 else []
+        assert stages(trace) == ["verl.update_actor", *after]
+        calls = Counter((s.name, s.attributes["rank"]) for s in trace if s.name.startswith("verl.worker."))
+        assert calls["verl.worker.train_batch", "0"] == calls["verl.worker.train_batch", "1"] == 1
+        step, update = root(trace), children(trace, root(trace))[0]
+        assert update.start - step.start < 0.05 * 1e9 + 0.05 * (step.end - step.start)
+    assert_named(sft)
+
+
+def test_sft_logs_at_its_steps(sft):
+    assert_events_are_what_verl_printed(sft)
+    validated = {e.attributes["verl.step.number"] for e in sft.events if "val/loss" in e.body}
+    assert validated == {2, 4}
+    by_trace = {trace[0].trace_id: number for number, trace in sft.steps.items()}
+    assert [by_trace[e.trace_id] for e in sft.events] == [e.attributes["verl.step.number"] for e in sft.events]
+
+
+def test_sft_says_where_its_checkpoints_are(sft):
+    paths = sorted(s.attributes["verl.checkpoint.path"] for s in sft.spans if s.name == "verl.checkpoint")
+    assert paths == [str(sft.run.folder / "ckpt" / f"global_step_{step}") for step in (2, 4)]
