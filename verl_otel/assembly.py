@@ -109,7 +109,14 @@ class Telemetry:
             self.flusher.request,
         )
         self.trajectories = Trajectories(
-            self.tracer, sampler, self.instruments, identity, settings.trajectories, self.run_context
+            self.tracer,
+            sampler,
+            self.instruments,
+            self.background,
+            identity,
+            settings.trajectories,
+            settings.message_content,
+            self.run_context,
         )
         self._run_span: Any = None
         self._run_started = self._run_finished = False
@@ -203,6 +210,7 @@ class Telemetry:
     def flush(self, timeout: float) -> None:
         """Send what is pending, waiting `timeout` seconds at most."""
         end = time.monotonic() + timeout
+        self.trajectories.release()
         self.background.drained(timeout / 2)  # if that is not enough, what is there is sent all the same
         self.flusher.wait(self.flusher.request(), 0.6 * max(0.0, end - time.monotonic()))
         outbox = otlp.current()

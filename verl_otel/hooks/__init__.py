@@ -13,6 +13,7 @@ import wrapt
 from verl_otel import border
 from verl_otel.hooks import (
     advantage,
+    agent_loop,
     auto_await,
     data_metrics,
     engine,
@@ -23,7 +24,9 @@ from verl_otel.hooks import (
     register,
     reward_loop,
     rollout_trace,
+    sandbox,
     timer,
+    tools,
     tracking,
     trainer,
     worker_group,
@@ -62,7 +65,12 @@ HOOKS = (
     Hook("engine", "verl.workers.engine_workers", engine.install),
     Hook("llm_client", "verl.workers.rollout.llm_server", llm_client.install),
     Hook("llm_client", "verl.experimental.agent_loop.agent_loop", llm_client.install_before_0_8),
+    Hook("agent_loop", "verl.experimental.agent_loop.agent_loop", agent_loop.install),
+    Hook("tools", "verl.experimental.agent_loop.tool_agent_loop", tools.install_agent_loop),
+    Hook("tools", "verl.tools.base_tool", tools.install_base_tool),
+    Hook("tools", "verl.tools.function_tool", tools.install_function_tool),
     Hook("reward_loop", "verl.experimental.reward_loop.reward_loop", reward_loop.install),
+    Hook("sandbox", "verl.utils.reward_score.sandbox_fusion.utils", sandbox.install),
 )
 
 _patches = Patches()

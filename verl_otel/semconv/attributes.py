@@ -1,6 +1,7 @@
 """Attribute, span and event names. OpenTelemetry's semantic conventions where one exists, `verl.*` for the rest."""
 
 from opentelemetry.semconv._incubating.attributes import host_attributes, process_attributes, service_attributes
+from opentelemetry.semconv.attributes import error_attributes
 
 SERVICE_NAME = "service.name"
 SERVICE_NAMESPACE = service_attributes.SERVICE_NAMESPACE
@@ -44,9 +45,19 @@ SAMPLE_INDEX = "verl.sample.index"
 ROLLOUT_INDEX = "verl.rollout.index"
 VALIDATE = "verl.validate"
 
+# Spans of agent loops, besides OpenTelemetry's gen_ai.*
+TURN_NUMBER = "verl.turn.number"
+TRAJECTORY_KEPT = "verl.trajectory.kept"
+UNFINISHED_TRAJECTORY = "verl.trajectory.unfinished"
+CANCELLED = "verl.cancelled"
+DATA_SOURCE = "verl.data_source"
+SANDBOX_STATUS = "verl.sandbox.status"
+ERROR_TYPE = error_attributes.ERROR_TYPE
+
 SPAN_RUN = "verl.run"
 SPAN_STEP = "verl.step"
 SPAN_TRAJECTORY = "verl.trajectory"
+SPAN_TURN = "verl.turn"
 WORKER_SPAN_PREFIX = "verl.worker."
 
 RANKS_PREFIX = "verl.ranks."

@@ -59,6 +59,13 @@ ZERO_VARIANCE = _metrics["verl.group.zero_variance"]
 ALL_RIGHT = _metrics["verl.group.all_right"]
 ALL_WRONG = _metrics["verl.group.all_wrong"]
 
+TRAJECTORY_FAILURES = _metrics["verl.trajectory.failures"]
+TOOL_DURATION = _metrics["verl.tool.duration"]
+TOOL_ERRORS = _metrics["verl.tool.errors"]
+SCORE_DURATION = _metrics["verl.compute_score.duration"]
+SCORE_ERRORS = _metrics["verl.compute_score.errors"]
+SANDBOX_CASES = _metrics["verl.sandbox.cases"]
+
 USER_PREFIX = "verl.user."
 """Of the metrics that users declare or log themselves."""
 

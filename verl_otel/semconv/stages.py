@@ -23,6 +23,8 @@ STAGES = frozenset(
 
 STEP_TIMER = "step"
 GENERATE_TIMER = "generate_sequences"
+TOOL_TIMER = "tool_calls"
+SCORE_TIMER = "compute_score"
 ROLLOUT_TIMER = "gen"
 VALIDATION_TIMER = "testing"
 
@@ -59,8 +61,8 @@ _BY_TIMER = {
 # Timers of the agent-loop workers: parts of a trajectory, not stages of a step.
 TRAJECTORY_TIMERS = {
     GENERATE_TIMER: Stage("verl.generate", "rollout", "rollout"),
-    "tool_calls": Stage("verl.tool", "rollout", "none"),
-    "compute_score": Stage("verl.compute_score", "reward", "reward"),
+    TOOL_TIMER: Stage("verl.tool", "rollout", "none"),
+    SCORE_TIMER: Stage("verl.compute_score", "reward", "reward"),
 }
 
 WAIT_TIMERS = frozenset({"wait_for_enough_samples", "switch_wait"})

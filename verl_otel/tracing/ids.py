@@ -78,7 +78,7 @@ def remote_context(sampler: Sampler, run_id: str, attempt: int, step: int, name:
     The sampling decision is the one that the trainer takes: samplers decide on the trace id of a root span.
     """
     trace = trace_id(run_id, attempt, step)
-    result = sampler.should_sample(None, trace, "verl.step")
+    result = sampler.should_sample(Context(), trace, "verl.step")
     flags = TraceFlags.SAMPLED if result.decision is Decision.RECORD_AND_SAMPLE else TraceFlags.DEFAULT
     return SpanContext(trace, span_id(run_id, attempt, step, name), is_remote=True, trace_flags=TraceFlags(flags))
 

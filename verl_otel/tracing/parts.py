@@ -1,0 +1,224 @@
+"""The parts of a trajectory: generation requests, tool calls, scores. What their spans say, and what is measured of
+each, whether its trajectory is recorded or not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
+from opentelemetry.trace import Span, Status, StatusCode
+
+from verl_otel.background import Background
+from verl_otel.metrics.bounded import OTHER, Bounded
+from verl_otel.metrics.instruments import Instruments
+from verl_otel.semconv import attributes as attr
+from verl_otel.semconv import metrics as names
+from verl_otel.semconv.registry import Metric
+from verl_otel.tracing import content
+from verl_otel.tracing.errors import fail, is_failure, type_of
+from verl_otel.tracing.held import HeldSpan
+
+if TYPE_CHECKING:
+    from verl_otel.tracing.trajectories import Trajectory
+
+TEXT = "text_completion"
+TOOL = "execute_tool"
+AGENT = "invoke_agent"
+"""Values of `gen_ai.operation.name`."""
+
+UNKNOWN_TOOL, WRONG_ARGUMENTS = "unknown_tool", "invalid_arguments"
+"""Values of `error.type` where verl has refused a call that the model has written."""
+
+_REFUSED = (
+    ("Unknown function ", UNKNOWN_TOOL),
+    ("Invalid JSON in arguments ", WRONG_ARGUMENTS),
+    ("Error executing tool ", OTHER),
+    ("Error when executing tool: ", OTHER),  # before 0.8.0
+)
+"""How verl's answers to the model begin when a tool was not called or has failed."""
+
+
+def end(span: Span, error: BaseException | None, at: int | None = None) -> None:
+    """End a span with what ended it. Being cancelled is no failure."""
+    if error is not None and not is_failure(error):
+        span.set_attribute(attr.CANCELLED, True)
+    elif error is not None:
+        span.set_attribute(attr.ERROR_TYPE, type_of(error))
+        fail(span, error)
+    span.end(at)
+
+
+@dataclass(eq=False)
+class Measures:
+    """Where durations and errors of parts go, and how many different values their attributes may have."""
+
+    instruments: Instruments
+    background: Background
+    tools: Bounded
+    errors: Bounded
+    data_sources: Bounded
+    statuses: Bounded
+
+    def record(
+        self, duration: Metric, errors: Metric, labels: Mapping[str, str], seconds: float, error: str | None
+    ) -> None:
+        """One call, which took `seconds`, and its `error.type` if it failed; done in the background."""
+        self.background.defer(self.instruments.record, duration, labels, seconds)
+        if error is not None:
+            self.background.defer(self.instruments.add, errors, {**labels, attr.ERROR_TYPE: self.errors(error)})
+
+
+class Part:
+    """An open part. `span` is None where none is recorded; `token` is what its context was attached with."""
+
+    def __init__(self, span: Span | None, token: Any) -> None:
+        self.span = span
+        self.token = token
+        self.started = time.perf_counter()
+
+    def close(self, error: BaseException | None) -> None:
+        if self.span is not None:
+            end(self.span, error)
+
+
+class Request(Part):
+    """A generation request."""
+
+    def __init__(self, span: Span | None, token: Any, trajectory: Trajectory, background: Background) -> None:
+        super().__init__(span, token)
+        self._trajectory = trajectory
+        self._background = background
+        self._content: Callable[[], Mapping[str, str]] | None = None
+
+    def answered(self, output: Any) -> None:
+        """Say what the server has answered (verl's `TokenOutput`)."""
+        if self.span is None:
+            return
+        said: dict[str, Any] = {}
+        tokens = getattr(output, "token_ids", None)
+        if tokens is not None:
+            said[gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS] = len(tokens)
+        reason = getattr(output, "stop_reason", None)
+        if reason:
+            said[gen_ai.GEN_AI_RESPONSE_FINISH_REASONS] = [str(reason)]
+        cached = (getattr(output, "extra_fields", None) or {}).get("num_cached_tokens")
+        if isinstance(cached, int):
+            said[gen_ai.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS] = cached
+        self.span.set_attributes(said)
+
+    def show(self, prompt: Any, output: Any, decode: content.Decode) -> None:
+        """Let the span have the texts of prompt and response; they are decoded when it is recorded."""
+        asked = content.Tokens(prompt, decode)
+        tokens = getattr(output, "token_ids", None)
+        answered = None if tokens is None else content.Tokens(tokens, decode)
+        reason = getattr(output, "stop_reason", None)
+        self._content = lambda: content.of_request(asked, answered, str(reason) if reason else None)
+
+    def close(self, error: BaseException | None) -> None:
+        self._trajectory.generating -= 1
+        span, later = self.span, self._content
+        if span is None:
+            return
+        if later is None:
+            end(span, error)
+        elif isinstance(span, HeldSpan):
+            span.set_later(later, content.WEIGHT)
+            end(span, error)
+        else:  # decoding is not for the thread of the agent loops
+            self._background.defer(_end_with, span, later, error, time.time_ns())
+
+
+def _end_with(span: Span, later: Callable[[], Mapping[str, str]], error: BaseException | None, at: int) -> None:
+    try:
+        span.set_attributes(later())
+    finally:
+        end(span, error, at)
+
+
+class ToolCall(Part):
+    """A call of a tool, as the model has written it, or as an agent loop has made it itself.
+
+    Args:
+        name: of a tool that there is.
+    """
+
+    def __init__(self, span: Span | None, token: Any, name: str, measures: Measures, labels: Mapping[str, str]) -> None:
+        super().__init__(span, token)
+        self.called = False
+        """Whether the tool itself has been called."""
+        self._name = name
+        self._measures = measures
+        self._labels = labels
+        self._error: str | None = None
+
+    def failed(self, error: BaseException) -> None:
+        """The tool has raised, which verl does not let out."""
+        if not is_failure(error):
+            return
+        self._error = type_of(error)
+        if self.span is not None:
+            fail(self.span, error)
+
+    def answered(self, text: Any) -> None:
+        """What the model is told; where the tool has not raised, it may be that verl has not called it."""
+        if self.called or not isinstance(text, str):
+            return
+        self._error = next((kind for begin, kind in _REFUSED if text.startswith(begin)), None)
+        if self._error is not None and self.span is not None:
+            self.span.set_status(Status(StatusCode.ERROR, f"{self._error}: verl has not called the tool"))
+
+    def close(self, error: BaseException | None) -> None:
+        if error is not None and is_failure(error):
+            self._error = type_of(error)
+        if self.span is not None:
+            if self._error is not None:
+                self.span.set_attribute(attr.ERROR_TYPE, self._error)
+            end(self.span, error)
+        labels = {**self._labels, gen_ai.GEN_AI_TOOL_NAME: self._measures.tools(self._name)}
+        seconds = time.perf_counter() - self.started
+        self._measures.record(names.TOOL_DURATION, names.TOOL_ERRORS, labels, seconds, self._error)
+
+
+class InsideTool(Part):
+    """The tool itself, inside the call that has the span."""
+
+    def __init__(self, call: ToolCall) -> None:
+        super().__init__(None, None)
+        self._call = call
+        call.called = True
+
+    def close(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._call.failed(error)
+
+
+class Score(Part):
+    """The computation of a score, in a reward worker."""
+
+    def __init__(self, span: Span | None, token: Any, measures: Measures, labels: Mapping[str, str]) -> None:
+        super().__init__(span, token)
+        self._measures = measures
+        self._labels = labels
+        self._error: str | None = None
+
+    def answered(self, result: Any) -> None:
+        """Errors that verl's `rate_limited` reward manager turns into a score of 0, and says in what it returns."""
+        extra = (result.get("reward_extra_info") if isinstance(result, Mapping) else None) or {}
+        if extra.get("timeout") is True:
+            self._error = TimeoutError.__name__
+        elif isinstance(extra.get("error"), str):
+            self._error = OTHER
+        if self._error is not None and self.span is not None:
+            self.span.set_attribute(attr.ERROR_TYPE, self._error)
+            self.span.set_status(Status(StatusCode.ERROR, str(extra.get("error", "timed out"))[:500]))
+
+    def close(self, error: BaseException | None) -> None:
+        if error is not None and is_failure(error):
+            self._error = type_of(error)
+        super().close(error)
+        seconds = time.perf_counter() - self.started
+        self._measures.record(names.SCORE_DURATION, names.SCORE_ERRORS, self._labels, seconds, self._error)
