@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from agent_runs import CLIENT, dropped, generate, inside, make, output, request, run_of, tool, trajectory
 from opentelemetry import baggage, trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
@@ -15,73 +16,10 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from verl_otel import border
 from verl_otel.tracing import ids, keeping, trajectories
-from verl_otel.tracing.trajectories import About
 
 
 class Trainer:
     global_steps = 5
-
-
-def make(memory, per_step=4, run=None):
-    with pytest.MonkeyPatch.context() as environ:
-        environ.setenv("VERL_OTEL_TRAJECTORIES", str(per_step))
-        return memory.process("agent_loop", run, worker_index="3").trajectories
-
-
-@contextlib.contextmanager
-def inside(t, opened):
-    """What the hooks do around what verl does."""
-    error = None
-    try:
-        yield opened
-    except BaseException as e:
-        error = e
-        raise
-    finally:
-        t.leave(opened, error)
-
-
-@contextlib.contextmanager
-def trajectory(t, step=5, sample=0, validate=False, **about):
-    with inside(t, t.enter_about(About(**about))), inside(t, t.enter(step, sample, 0, validate)) as opened:
-        yield opened
-
-
-CLIENT = SimpleNamespace(
-    config=SimpleNamespace(
-        actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(name="vllm"), model=SimpleNamespace(path="org/tiny"))
-    )
-)
-"""verl's client of the rollout servers, as far as its configuration is read."""
-
-
-def output(tokens=3, reason="completed", **extra):
-    """What is read of verl's `TokenOutput`."""
-    return SimpleNamespace(token_ids=[7] * tokens, stop_reason=reason, extra_fields=extra)
-
-
-@contextlib.contextmanager
-def request(t, answer=None, prompt=(1, 2, 3, 4), **sampling):
-    asked = {"prompt_ids": list(prompt), "sampling_params": sampling}
-    with inside(t, t.enter_request(CLIENT, "request-1", asked)) as opened:
-        yield opened
-        t.answered(opened, asked["prompt_ids"], answer or output())
-
-
-def generate(t):
-    with request(t):
-        pass
-
-
-@contextlib.contextmanager
-def tool(t, name="search", answer="found", known=True, arguments="{}"):
-    with inside(t, t.enter_tool(name, "call-1", known)) as opened:
-        yield opened
-        t.answered(opened, arguments, answer)
-
-
-def dropped(memory):
-    return memory.values("verl.otel.dropped", "verl.otel.reason")
 
 
 @pytest.fixture(autouse=True)
@@ -153,11 +91,10 @@ def test_generations_at_the_same_time_are_of_one_turn(memory):
 
 def test_a_response_that_takes_several_requests_is_one_turn(memory):
     t = make(memory)
-    with trajectory(t):
-        with inside(t, t.enter_generation()):
-            for reason in ("aborted", "completed"):
-                with request(t, output(reason=reason)):
-                    pass
+    with trajectory(t), inside(t, t.enter_generation()):
+        for reason in ("aborted", "completed"):
+            with request(t, output(reason=reason)):
+                pass
     assert list(memory.tree()["verl.trajectory"]) == ["verl.turn"]
     reasons = [s.attributes["gen_ai.response.finish_reasons"] for s in memory.spans if s.name == "verl.generate"]
     assert reasons == [("aborted",), ("completed",)]
@@ -226,7 +163,9 @@ def test_an_index_that_is_not_known_is_left_out(memory):
 def test_parts_say_stage_model_type_and_kind(memory):
     t = make(memory)
     with trajectory(t):
-        with request(t, output(5, num_cached_tokens=2), temperature=1, top_p=0.9, top_k=-1, max_tokens=16, logprobs=True):
+        with request(
+            t, output(5, num_cached_tokens=2), temperature=1, top_p=0.9, top_k=-1, max_tokens=16, logprobs=True
+        ):
             pass
         with tool(t):
             pass
@@ -271,7 +210,9 @@ def test_parts_say_stage_model_type_and_kind(memory):
 def test_what_verl_does_not_say_of_a_request_is_not_made_up(memory):
     t = make(memory)
     with trajectory(t), inside(t, t.enter_request(CLIENT, "r", {})) as opened:
-        t.answered(opened, None, SimpleNamespace(token_ids=None, stop_reason=None, extra_fields={"num_cached_tokens": None}))
+        t.answered(
+            opened, None, SimpleNamespace(token_ids=None, stop_reason=None, extra_fields={"num_cached_tokens": None})
+        )
     said = memory.span("verl.generate").attributes
     assert {name for name in said if name.startswith("gen_ai.")} == {
         *("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model", "gen_ai.conversation.id")
@@ -336,22 +277,6 @@ def kept(memory):
     """(step, sample, why it is kept) of the recorded trajectories."""
     names = ("verl.step.number", "verl.sample.index", "verl.trajectory.kept")
     return [tuple(map(s.attributes.get, names)) for s in memory.spans if s.name == "verl.trajectory"]
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Seconds as `time.perf_counter` has them for trajectories."""
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(trajectories.time, "perf_counter", lambda: clock.now)
-    return clock
-
-
-def run_of(t, clock, step, sample, seconds, error=None):
-    with contextlib.suppress(RuntimeError, asyncio.CancelledError), trajectory(t, step, sample):
-        generate(t)
-        clock.now += seconds
-        if error is not None:
-            raise error
 
 
 def test_of_each_step_the_first_trajectories_are_recorded_and_the_slowest_and_the_rest_is_counted(memory, clock):
@@ -477,8 +402,8 @@ def test_what_is_held_is_bounded_and_counted(memory, monkeypatch):
     for sample in range(8):
         opened.append(t.enter(5, sample, 0, False))
         generate(t)
-    for trajectory in reversed(opened):
-        t.leave(trajectory, RuntimeError())
+    for one in reversed(opened):
+        t.leave(one, RuntimeError())
     assert t._keeping._weight == 0
     assert len(memory.spans) == 3 + 10, "the first one and ten that were held"
     assert dropped(memory) == {("failed_trajectory_cap",): 3, ("trajectory_span_cap",): 2}
@@ -574,9 +499,14 @@ def test_trajectories_that_still_run_when_training_ends_leave_nothing_without_a_
 
 def test_an_error_of_a_tool_that_verl_does_not_let_out_is_visible(memory):
     t = make(memory)
-    with trajectory(t), tool(t, answer="Error executing tool 'search': down"):
-        with pytest.raises(ConnectionError), inside(t, t.enter_tool("search")):
-            raise ConnectionError("down")
+    answer = "Error executing tool 'search': down"
+    with (
+        trajectory(t),
+        tool(t, answer=answer),
+        contextlib.suppress(ConnectionError),
+        inside(t, t.enter_tool("search")),
+    ):
+        raise ConnectionError("down")
     span = memory.span("verl.tool")
     assert (span.status.status_code, span.attributes["error.type"]) == (StatusCode.ERROR, "ConnectionError")
     assert span.events[0].attributes["exception.message"] == "down"
@@ -652,11 +582,11 @@ def test_parallel_calls_each_have_their_own_error(memory):
     t = make(memory)
 
     async def call(name, fails):
-        with tool(t, name, "Error executing tool" if fails else "fine"), contextlib.suppress(ValueError):
-            with inside(t, t.enter_tool(name)):
-                await asyncio.sleep(0.01)
-                if fails:
-                    raise ValueError(name)
+        answer = "Error executing tool" if fails else "fine"
+        with tool(t, name, answer), contextlib.suppress(ValueError), inside(t, t.enter_tool(name)):
+            await asyncio.sleep(0.01)
+            if fails:
+                raise ValueError(name)
 
     async def run():
         with trajectory(t):
@@ -725,7 +655,11 @@ def test_the_error_of_another_process_is_named_by_its_cause(memory):
 def test_test_cases_in_a_sandbox_are_counted_by_what_came_of_them(memory):
     t = make(memory)
     t.checked(["success", "timeout", "success", None])
-    assert memory.values("verl.sandbox.cases", "verl.sandbox.status") == {("success",): 2, ("timeout",): 1, ("None",): 1}
+    assert memory.values("verl.sandbox.cases", "verl.sandbox.status") == {
+        ("success",): 2,
+        ("timeout",): 1,
+        ("None",): 1,
+    }
 
 
 @pytest.mark.parametrize("per_step", [0, 1])

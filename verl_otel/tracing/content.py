@@ -27,7 +27,9 @@ _GAP = " [...] "
 _SECRETS = re.compile(
     r"""
     (?P<before>[a-zA-Z][a-zA-Z0-9+.-]*://)[^/@\s]+(?=@)                   # user and password in a URL
-    | (?P<name>(?i:bearer\s+|(?:api[_-]?key|token|secret|passw(?:or)?d|authorization)["']?\s*[:=]\s*["']?))[^\s"',;]{6,}
+    | (?P<name>(?i:
+        (?:api[_-]?key|token|secret|passw(?:or)?d|authorization)["']?\s*[:=]\s*["']?(?:(?:bearer|basic)\s+)? | bearer\s+
+      ))[^\s"',;]{6,}
     | \b(?:sk|pk|rk)-[A-Za-z0-9_-]{16,} | \bhf_[A-Za-z0-9]{16,} | \bgh[pousr]_[A-Za-z0-9]{16,}
     | \bxox[abprs]-[A-Za-z0-9-]{10,} | \bAKIA[A-Z0-9]{16}\b | \bAIza[A-Za-z0-9_-]{20,}
     | -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----.*?(?:-----END[ ][A-Z ]*PRIVATE[ ]KEY-----|\Z)
