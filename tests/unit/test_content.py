@@ -4,7 +4,7 @@ import json
 
 import pytest
 from agent_runs import dropped, make, output, request, run_of, tool, trajectory
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from opentelemetry.trace import StatusCode
 
@@ -140,6 +140,8 @@ def test_of_a_long_text_the_beginning_and_the_end_are_kept(memory, asked_for):
 
 
 @given(st.text(max_size=6000))
+@example('"\n' * 3000)
+@example("\x00" * 3000)
 def test_whatever_the_text_it_is_json_that_fits(text):
     asked = content.Tokens([1], lambda _: text)
     said = content.of_request(asked, asked, "completed")

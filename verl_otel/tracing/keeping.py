@@ -85,23 +85,26 @@ class Keeping:
 
         Args:
             span: its span if it was held.
-            decided: whether it needs no decision: it is recorded anyway, or its step is not sampled.
+            decided: whether it needs no decision: it is recorded anyway, its step is not sampled, or it is given up.
         """
-        left_out = None if decided else span
-        kept = None
+        kept, forgotten, left_out = None, span, not decided
         with self._lock:
             step.running -= 1
             step.failed += failed
-            if failed and step.failed <= MAX_FAILED:
-                left_out, kept = None, span
+            if decided and span is not None:
+                pass  # given up
+            elif failed and step.failed <= MAX_FAILED:
+                kept, forgotten = span, None
+                left_out = left_out and span is None
             elif not failed and seconds > step.slowest and (decided or span is not None):
-                left_out, step.held, step.slowest = step.held, span, seconds
+                forgotten, step.held, step.slowest = step.held, span, seconds
+                left_out = forgotten is not None
             over = step.running == 0 and step.held is not None
         if kept is not None:
             self._keep(kept, FAILED)
-        if left_out is not None:
-            self._forget(left_out)
-        if left_out is not None or (span is None and not decided):
+        if forgotten is not None:
+            self._forget(forgotten)
+        if left_out:
             self._instruments.dropped("traces", "failed_trajectory_cap" if failed else "trajectory_cap")
         if over:
             self._background.defer(self._wait, step)
