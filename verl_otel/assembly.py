@@ -33,6 +33,7 @@ from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import metrics as names
 from verl_otel.tracing import ids
 from verl_otel.tracing.errors import describe, fail
+from verl_otel.tracing.scores import Scores
 from verl_otel.tracing.steps import Steps
 from verl_otel.tracing.trajectories import Trajectories
 from verl_otel.tracing.workers import Workers
@@ -118,6 +119,7 @@ class Telemetry:
             settings.message_content,
             self.run_context,
         )
+        self.scores = Scores(self.tracer, self.instruments, self.background, identity)
         self._run_span: Any = None
         self._run_started = self._run_finished = False
         self._pid = os.getpid()

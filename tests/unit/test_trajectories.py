@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from agent_runs import CLIENT, dropped, generate, inside, make, output, request, run_of, tool, trajectory
 from opentelemetry import baggage, trace
+from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
@@ -37,7 +38,7 @@ def test_a_trajectory_and_its_parts_are_one_branch(memory):
             for _ in range(2):
                 with tool(t):
                     pass
-        with inside(t, t.enter_part("compute_score")), inside(t, t.enter_score()):
+        with inside(t, t.enter_part("compute_score")), inside(scores_of(memory), scores_of(memory).enter()):
             pass
     assert memory.tree() == {
         "verl.trajectory": {
@@ -603,39 +604,68 @@ def test_parallel_calls_each_have_their_own_error(memory):
 # ---- scores
 
 
-def scored(t, result, **score):
-    with inside(t, t.enter_score(**score)) as opened:
-        t.answered(opened, None, result)
+def scores_of(memory):
+    return memory.process("reward_worker", worker_index="3").scores
+
+
+@contextlib.contextmanager
+def called_from(stage):
+    """In a call that has brought the context of a trajectory which is not recorded."""
+    token = None if stage is None else otel_context.attach(baggage.set_baggage("stage", stage))
+    yield
+    if token is not None:
+        otel_context.detach(token)
+
+
+def scored(scores, result, data_source=None, stage="rollout"):
+    with called_from(stage), inside(scores, scores.enter(data_source)) as opened:
+        scores.answered(opened, result)
 
 
 def test_each_score_is_measured_by_data_source(memory):
-    t = make(memory)
+    scores = scores_of(memory)
     for _ in range(3):
-        scored(t, {"reward_score": 1.0, "reward_extra_info": {"acc": 1.0}}, data_source="openai/gsm8k")
-    scored(t, {"reward_score": 1.0})
+        scored(scores, {"reward_score": 1.0, "reward_extra_info": {"acc": 1.0}}, "openai/gsm8k")
+    scored(scores, {"reward_score": 1.0}, stage="validation")
+    scored(scores, {"reward_score": 1.0}, stage=None)
     assert memory.spans == []
-    counts = {tuple(p.attributes.items()): p.count for p in memory.points("verl.compute_score.duration")}
-    labels = (("rank", "3"), ("stage", "reward"), ("model_type", "reward"))
-    assert counts == {
-        (*labels, ("verl.data_source", "openai/gsm8k")): 3,
-        (*labels, ("verl.data_source", "")): 1,
-    }
+    points = memory.points("verl.compute_score.duration")
+    counts = {(p.attributes["stage"], p.attributes["verl.data_source"]): p.count for p in points}
+    assert counts == {("reward", "openai/gsm8k"): 3, ("validation", ""): 1, ("other", ""): 1}
+    assert {(p.attributes["rank"], p.attributes["model_type"]) for p in points} == {("3", "reward")}
 
 
 def test_scores_that_fail_or_time_out_are_counted_also_where_verl_makes_a_reward_of_it(memory):
-    t = make(memory)
-    with contextlib.suppress(KeyError), inside(t, t.enter_score("a")):
+    scores = scores_of(memory)
+    with contextlib.suppress(KeyError), inside(scores, scores.enter("a")):
         raise KeyError("ground_truth")
-    with contextlib.suppress(asyncio.CancelledError), inside(t, t.enter_score("a")):
+    with contextlib.suppress(asyncio.CancelledError), inside(scores, scores.enter("a")):
         raise asyncio.CancelledError
-    scored(t, {"reward_score": 0.0, "reward_extra_info": {"timeout": True, "acc": 0.0}}, data_source="a")
-    scored(t, {"reward_score": 0.0, "reward_extra_info": {"error": "HTTP 500", "acc": 0.0}}, data_source="a")
-    scored(t, {"reward_score": 0.0, "reward_extra_info": {"error": 0.25, "timeout": 1}}, data_source="a")
+    scored(scores, {"reward_score": 0.0, "reward_extra_info": {"timeout": True, "acc": 0.0}}, "a")
+    scored(scores, {"reward_score": 0.0, "reward_extra_info": {"error": "HTTP 500", "acc": 0.0}}, "a")
+    scored(scores, {"reward_score": 0.0, "reward_extra_info": {"error": 0.25, "timeout": 1}}, "a")
+    scored(scores, "not what verl returns", "a")
     assert memory.values("verl.compute_score.errors", "error.type", "verl.data_source") == {
         ("KeyError", "a"): 1,
         ("TimeoutError", "a"): 1,
         ("_OTHER", "a"): 1,
     }
+
+
+def test_test_cases_in_a_sandbox_are_counted_by_what_came_of_them(memory):
+    scores_of(memory).checked(["success", "timeout", "success", None])
+    found = memory.values("verl.sandbox.cases", "verl.sandbox.status")
+    assert found == {("success",): 2, ("timeout",): 1, ("None",): 1}
+
+
+@pytest.mark.parametrize("recorded", [1, 0])
+def test_the_duration_of_a_tool_call_leads_to_its_trace_if_there_is_one(memory, recorded):
+    t = make(memory, per_step=recorded)
+    with trajectory(t), tool(t):
+        pass
+    memory.settle()
+    (point,) = memory.points("verl.tool.duration")
+    assert [e.trace_id for e in point.exemplars] == [ids.trace_id("run-1", 1, 5)] * recorded
 
 
 def test_the_error_of_another_process_is_named_by_its_cause(memory):
@@ -646,16 +676,6 @@ def test_the_error_of_another_process_is_named_by_its_cause(memory):
     with contextlib.suppress(RayTaskError), trajectory(t):
         raise RayTaskError
     assert memory.values("verl.trajectory.failures", "error.type") == {("ZeroDivisionError",): 1}
-
-
-def test_test_cases_in_a_sandbox_are_counted_by_what_came_of_them(memory):
-    t = make(memory)
-    t.checked(["success", "timeout", "success", None])
-    assert memory.values("verl.sandbox.cases", "verl.sandbox.status") == {
-        ("success",): 2,
-        ("timeout",): 1,
-        ("None",): 1,
-    }
 
 
 @pytest.mark.parametrize("per_step", [0, 1])
@@ -669,8 +689,8 @@ def test_what_happens_in_a_trajectory_knows_its_step_and_stage_whether_it_is_rec
 
 def test_below_a_trajectory_that_is_not_recorded_no_score_is(new_memory):
     agent, reward = new_memory(), new_memory()
-    asking, answering = make(agent, per_step=0), make(reward)
-    with inside(asking, asking.enter(5, 0, 0, False)), inside(answering, answering.enter_score()):
+    asking, answering = make(agent, per_step=0), scores_of(reward)
+    with inside(asking, asking.enter(5, 0, 0, False)), inside(answering, answering.enter()):
         pass
     assert reward.spans == []
 
@@ -695,11 +715,11 @@ def test_a_timer_that_is_no_part_of_a_trajectory_has_no_span(memory):
 
 def test_a_score_is_a_server_span_below_the_trajectory_that_asked_for_it(new_memory):
     agent, reward = new_memory(), new_memory()
-    asking, answering = make(agent), make(reward)
+    asking, answering = make(agent), scores_of(reward)
     with (
         inside(asking, asking.enter(5, 0, 0, False)),
         inside(asking, asking.enter_part("compute_score")),
-        inside(answering, answering.enter_score()),
+        inside(answering, answering.enter()),
     ):
         pass
     score = reward.span("verl.compute_score")

@@ -24,10 +24,10 @@ def install(module: ModuleType, patches: Patches) -> None:
         if t is None:
             return await original(self, *args, **kwargs)
         propagation.into_threads()
-        score = t.trajectories.enter_score(_data_source(args[0] if args else kwargs.get("data")))
-        with closing(t.trajectories.leave, score):
+        score = t.scores.enter(_data_source(args[0] if args else kwargs.get("data")))
+        with closing(t.scores.leave, score):
             result = await original(self, *args, **kwargs)
-            t.trajectories.answered(score, None, result)
+            t.scores.answered(score, result)
             return result
 
     patches.set(worker, "compute_score", propagation.with_carrier(compute_score))

@@ -1,17 +1,19 @@
-"""The parts of a trajectory: generation requests, tool calls, scores. What their spans say, and what is measured of
-each, whether its trajectory is recorded or not.
+"""The parts of a trajectory: generation requests and tool calls. What their spans say, and what is measured of each,
+whether its trajectory is recorded or not.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from opentelemetry import context as otel_context
+from opentelemetry.context import Context
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
-from opentelemetry.trace import Span, Status, StatusCode
+from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 
+from verl_otel import border
 from verl_otel.background import Background
 from verl_otel.metrics.bounded import OTHER, Bounded
 from verl_otel.metrics.instruments import Instruments
@@ -24,6 +26,9 @@ from verl_otel.tracing.held import HeldSpan
 
 if TYPE_CHECKING:
     from verl_otel.tracing.trajectories import Trajectory
+
+MAX_NAMES = 50
+"""Tools, data sources and kinds of errors that metrics tell apart."""
 
 TEXT = "text_completion"
 TOOL = "execute_tool"
@@ -52,24 +57,37 @@ def end(span: Span, error: BaseException | None, at: int | None = None) -> None:
     span.end(at)
 
 
-@dataclass(eq=False)
 class Measures:
-    """Where durations and errors of parts go, and how many different values their attributes may have."""
+    """Durations and errors of calls, as metrics; done in the background."""
 
-    instruments: Instruments
-    background: Background
-    tools: Bounded
-    errors: Bounded
-    data_sources: Bounded
-    statuses: Bounded
+    def __init__(self, instruments: Instruments, background: Background) -> None:
+        self._instruments = instruments
+        self._background = background
+        self._errors = Bounded(MAX_NAMES)
 
     def record(
-        self, duration: Metric, errors: Metric, labels: Mapping[str, str], seconds: float, error: str | None
+        self,
+        duration: Metric,
+        errors: Metric,
+        labels: Mapping[str, str],
+        seconds: float,
+        error: str | None,
+        span: Span | None,
     ) -> None:
-        """One call, which took `seconds`, and its `error.type` if it failed; done in the background."""
-        self.background.defer(self.instruments.record, duration, labels, seconds)
+        """One call, and its `error.type` if it has failed.
+
+        Args:
+            span: of the call, for the exemplar that leads to the trace.
+        """
+        context = None if span is None else set_span_in_context(span, Context())
+        self._background.defer(self._instruments.record, duration, labels, seconds, context)
         if error is not None:
-            self.background.defer(self.instruments.add, errors, {**labels, attr.ERROR_TYPE: self.errors(error)})
+            self.count(errors, labels, error)
+
+    def count(self, errors: Metric, labels: Mapping[str, str], error: str) -> None:
+        """One `error.type` more."""
+        labels = {**labels, attr.ERROR_TYPE: self._errors(error)}
+        self._background.defer(self._instruments.add, errors, labels)
 
 
 class Part:
@@ -83,6 +101,27 @@ class Part:
     def close(self, error: BaseException | None) -> None:
         if self.span is not None:
             end(self.span, error)
+
+
+class Opened(Protocol):
+    """What `leave` closes."""
+
+    token: Any
+
+    def close(self, error: BaseException | None) -> None: ...
+
+
+def leave(opened: Opened | None, error: BaseException | None) -> None:
+    """Close what was opened, and detach its context. Never raises."""
+    if opened is None:
+        return
+    try:
+        opened.close(error)
+    except Exception:
+        border.caught("closing a part of a trajectory")
+    finally:
+        if opened.token is not None:
+            otel_context.detach(opened.token)
 
 
 class Request(Part):
@@ -140,17 +179,12 @@ def _end_with(span: Span, later: Callable[[], Mapping[str, str]], error: BaseExc
 
 
 class ToolCall(Part):
-    """A call of a tool, as the model has written it, or as an agent loop has made it itself.
+    """A call of a tool, as the model has written it, or as an agent loop has made it itself."""
 
-    Args:
-        name: of a tool that there is.
-    """
-
-    def __init__(self, span: Span | None, token: Any, name: str, measures: Measures, labels: Mapping[str, str]) -> None:
+    def __init__(self, span: Span | None, token: Any, measures: Measures, labels: Mapping[str, str]) -> None:
         super().__init__(span, token)
         self.called = False
         """Whether the tool itself has been called."""
-        self._name = name
         self._measures = measures
         self._labels = labels
         self._error: str | None = None
@@ -178,9 +212,8 @@ class ToolCall(Part):
             if self._error is not None:
                 self.span.set_attribute(attr.ERROR_TYPE, self._error)
             end(self.span, error)
-        labels = {**self._labels, gen_ai.GEN_AI_TOOL_NAME: self._measures.tools(self._name)}
         seconds = time.perf_counter() - self.started
-        self._measures.record(names.TOOL_DURATION, names.TOOL_ERRORS, labels, seconds, self._error)
+        self._measures.record(names.TOOL_DURATION, names.TOOL_ERRORS, self._labels, seconds, self._error, self.span)
 
 
 class InsideTool(Part):
@@ -194,31 +227,3 @@ class InsideTool(Part):
     def close(self, error: BaseException | None) -> None:
         if error is not None:
             self._call.failed(error)
-
-
-class Score(Part):
-    """The computation of a score, in a reward worker."""
-
-    def __init__(self, span: Span | None, token: Any, measures: Measures, labels: Mapping[str, str]) -> None:
-        super().__init__(span, token)
-        self._measures = measures
-        self._labels = labels
-        self._error: str | None = None
-
-    def answered(self, result: Any) -> None:
-        """Errors that verl's `rate_limited` reward manager turns into a score of 0, and says in what it returns."""
-        extra = (result.get("reward_extra_info") if isinstance(result, Mapping) else None) or {}
-        if extra.get("timeout") is True:
-            self._error = TimeoutError.__name__
-        elif isinstance(extra.get("error"), str):
-            self._error = OTHER
-        if self._error is not None and self.span is not None:
-            self.span.set_attribute(attr.ERROR_TYPE, self._error)
-            self.span.set_status(Status(StatusCode.ERROR, str(extra.get("error", "timed out"))[:500]))
-
-    def close(self, error: BaseException | None) -> None:
-        if error is not None and is_failure(error):
-            self._error = type_of(error)
-        super().close(error)
-        seconds = time.perf_counter() - self.started
-        self._measures.record(names.SCORE_DURATION, names.SCORE_ERRORS, self._labels, seconds, self._error)

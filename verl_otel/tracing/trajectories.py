@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,13 +43,10 @@ from verl_otel.tracing import content, ids, parts
 from verl_otel.tracing.errors import describe, is_failure, type_of
 from verl_otel.tracing.held import HeldSpan
 from verl_otel.tracing.keeping import FIRST, Keeping, OfStep
-from verl_otel.tracing.parts import InsideTool, Part, Request, Score, ToolCall
+from verl_otel.tracing.parts import InsideTool, Part, Request, ToolCall
 
 MAX_SPANS = 100
 """Spans inside one trajectory; more are counted as dropped."""
-
-MAX_NAMES = 50
-"""Tools, data sources and kinds of errors that metrics tell apart."""
 
 _TRAJECTORY = otel_context.create_key("verl-otel-trajectory")
 _ABOUT = otel_context.create_key("verl-otel-about-trajectory")
@@ -132,7 +128,8 @@ class Trajectories:
         self._show_content = show_content
         self._run_context = run_context
         self._keeping = Keeping(tracer, background, instruments, per_step)
-        self._measures = parts.Measures(instruments, background, *(Bounded(MAX_NAMES) for _ in range(4)))
+        self._measures = parts.Measures(instruments, background)
+        self._tools = Bounded(parts.MAX_NAMES)
         self._open: weakref.WeakSet[Trajectory] = weakref.WeakSet()
         self._models: dict[str, str] | None = None
 
@@ -268,7 +265,7 @@ class Trajectories:
                 said[gen_ai.GEN_AI_TOOL_CALL_ID] = str(call_id)
             span = self.start(trajectory, TOOL_TIMER, said)
             labels = {attr.RANK: self._identity.worker_index, attr.STAGE: trajectory.stage, attr.MODEL_TYPE: "none"}
-            call = ToolCall(span, None, name, self._measures, labels)
+            call = ToolCall(span, None, self._measures, {**labels, gen_ai.GEN_AI_TOOL_NAME: self._tools(name)})
             context = otel_context.set_value(_TOOL, call)
             call.token = otel_context.attach(context if span is None else trace.set_span_in_context(span, context))
             return call
@@ -276,59 +273,23 @@ class Trajectories:
             border.caught("opening the span of a tool call")
             return None
 
-    def enter_score(self, data_source: str | None = None) -> Score | None:
-        """Begin the computation of a score in a reward worker; with a span if its trajectory is recorded."""
-        try:
-            labels = {
-                attr.RANK: self._identity.worker_index,
-                attr.STAGE: _stage_of_reward(),
-                attr.MODEL_TYPE: "reward",
-                attr.DATA_SOURCE: self._measures.data_sources(data_source) if data_source is not None else "",
-            }
-            caller, span = trace.get_current_span().get_span_context(), None
-            if caller.is_valid and caller.trace_flags.sampled:
-                stage = TRAJECTORY_TIMERS[SCORE_TIMER]
-                said = {**labels, attr.STAGE: stage.stage}
-                if data_source is None:
-                    del said[attr.DATA_SOURCE]
-                span = self._tracer.start_span(stage.span, kind=SpanKind.SERVER, attributes=said)
-            return Score(span, None if span is None else _attach(span), self._measures, labels)
-        except Exception:
-            border.caught("opening the span of a score")
-            return None
-
     def answered(self, opened: Part | None, asked: Any, answer: Any) -> None:
-        """What came of a request (`TokenOutput`), a tool call (its text) or a score (verl's dictionary).
+        """What came of a request (`TokenOutput`) or a tool call (its text).
 
         Args:
             asked: the prompt's tokens, or the tool's arguments.
         """
         try:
-            if isinstance(opened, Request | ToolCall | Score):
+            if isinstance(opened, Request | ToolCall):
                 opened.answered(answer)
             if self._show_content and opened is not None and opened.span is not None:
                 self._show(opened, asked, answer)
         except Exception:
             border.caught("reading an answer")
 
-    def checked(self, statuses: Sequence[Any]) -> None:
-        """What came of the test cases that a score has had run in a sandbox; may raise."""
-        labels = {attr.RANK: self._identity.worker_index, attr.STAGE: _stage_of_reward(), attr.MODEL_TYPE: "reward"}
-        for status, count in Counter(map(self._measures.statuses, statuses)).items():
-            labels_of_status = {**labels, attr.SANDBOX_STATUS: status}
-            self._background.defer(self._instruments.add, names.SANDBOX_CASES, labels_of_status, count)
-
     def leave(self, opened: Trajectory | Part | None, error: BaseException | None = None) -> None:
         """Close what one of the `enter` methods opened."""
-        if opened is None:
-            return
-        try:
-            opened.close(error)
-        except Exception:
-            border.caught("closing the span of a trajectory")
-        finally:
-            if opened.token is not None:
-                otel_context.detach(opened.token)
+        parts.leave(opened, error)
 
     def release(self) -> None:
         """Record what is held of the slowest trajectories so far, since what is pending is to be sent."""
@@ -415,8 +376,7 @@ class Trajectories:
         failed = error is not None and is_failure(error)
         if error is not None and failed:
             labels = {attr.RANK: self._identity.worker_index, attr.STAGE: trajectory.stage, attr.MODEL_TYPE: "rollout"}
-            labels[attr.ERROR_TYPE] = self._measures.errors(type_of(error))
-            self._background.defer(self._instruments.add, names.TRAJECTORY_FAILURES, labels)
+            self._measures.count(names.TRAJECTORY_FAILURES, labels, type_of(error))
             if trajectory.turn is not None:
                 trajectory.turn.set_status(Status(StatusCode.ERROR, describe(error)))
         span = trajectory.span
@@ -464,10 +424,6 @@ class Trajectories:
         # With providers of the user's own the step's ids are not known here: a trace of its own, linked to the run.
         run = trace.get_current_span(self._run_context).get_span_context()
         return Context(), [Link(run)] if run.is_valid else []
-
-
-def _stage_of_reward() -> str:
-    return "validation" if baggage.get_baggage(attr.STAGE) == "validation" else "reward"
 
 
 def _attach(span: Span) -> Any:
