@@ -15,7 +15,8 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import SpanKind, StatusCode
 
-from verl_otel import border
+from verl_otel import border, telemetry
+from verl_otel.hooks import ray_actors
 from verl_otel.tracing import ids, keeping, trajectories
 
 
@@ -489,6 +490,39 @@ def test_trajectories_that_still_run_when_training_ends_leave_nothing_without_a_
             assert dropped(memory) == {("trajectory_cap",): 1}
     assert dropped(memory) == {("trajectory_cap",): 1}
     assert t._keeping._weight == 0
+
+
+def test_the_last_flush_of_training_ends_them(memory, monkeypatch):
+    process = memory.process("agent_loop")
+    monkeypatch.setattr(telemetry, "_current", process)
+    with trajectory(process.trajectories):
+        ray_actors._flush(None, 1)
+        assert memory.span("verl.trajectory").attributes["verl.trajectory.unfinished"] is True
+
+
+def test_a_tracer_that_fails_costs_the_spans_and_nothing_else(memory, monkeypatch):
+    t, scores = make(memory), scores_of(memory)
+
+    def broken(*args, **kwargs):
+        raise ValueError("ours")
+
+    with trajectory(t):
+        monkeypatch.setattr(t._tracer, "start_span", broken)
+        with request(t), tool(t), inside(t, t.enter_part("compute_score")), inside(scores, scores.enter()):
+            with inside(t, t.enter_part("generate_sequences")), inside(t, t.enter_generation()):
+                pass
+            with trajectory(t, sample=1):
+                pass
+        t.answered(object(), None, None)
+    assert set(border.failures()) == {
+        "opening the span of a request",
+        "opening the span of a tool call",
+        "opening the span of compute_score",
+        "opening the span of a score",
+        "opening the span of generate_sequences",
+        "beginning a generation",
+        "opening the span of a trajectory",
+    }
 
 
 # ---- tools

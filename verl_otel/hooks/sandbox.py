@@ -20,7 +20,7 @@ def install(module: ModuleType, patches: Patches) -> None:
         try:
             t = telemetry.peek()
             if t is not None:
-                t.scores.checked([case.get("status") for case in result[1] if isinstance(case, dict)])
+                t.scores.checked([str(case.get("status") or "error") for case in result[1] if isinstance(case, dict)])
         except Exception:
             border.caught("reading what the sandbox says")
         return result

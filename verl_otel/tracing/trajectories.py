@@ -107,7 +107,7 @@ class Generation(Part):
 
 
 class Trajectories:
-    """See the module. `enter*`, `answered` and `leave` never raise."""
+    """See the module. Nothing raises."""
 
     def __init__(
         self,
@@ -297,14 +297,17 @@ class Trajectories:
 
     def end_open(self) -> None:
         """Training is over, and so are the trajectories that still run: their spans end here, or never."""
-        for trajectory in list(self._open):
-            if not trajectory.decided:
-                trajectory.decided = True
-                self._instruments.dropped("traces", "trajectory_cap")
-            elif trajectory.span.is_recording():
-                trajectory.span.set_attribute(attr.UNFINISHED_TRAJECTORY, True)
-                self._end_turn(trajectory)
-                trajectory.span.end()
+        try:
+            for trajectory in list(self._open):
+                if not trajectory.decided:
+                    trajectory.decided = True
+                    self._instruments.dropped("traces", "trajectory_cap")
+                elif trajectory.span.is_recording():
+                    trajectory.span.set_attribute(attr.UNFINISHED_TRAJECTORY, True)
+                    self._end_turn(trajectory)
+                    trajectory.span.end()
+        except Exception:
+            border.caught("ending trajectories that still run")
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
