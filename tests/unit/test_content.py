@@ -104,12 +104,14 @@ def test_texts_that_are_held_are_bounded_and_counted(memory, asked_for, clock, m
     t = make(memory, per_step=1)
     run_of(t, clock, 5, 0, 9)
     with pytest.raises(RuntimeError), trajectory(t, sample=1, decode=decode):
-        for _ in range(4):
+        for _ in range(2):
             with request(t):
+                pass
+            with tool(t):
                 pass
         raise RuntimeError
     memory.settle()
-    assert len([span for span in memory.spans if "gen_ai.input.messages" in span.attributes]) == 2
+    assert [span.name for span in memory.spans if CONTENT & set(span.attributes)] == ["verl.generate", "verl.tool"]
     assert dropped(memory) == {("content_cap",): 2}
     assert t._keeping._weight == 0
 
@@ -143,8 +145,8 @@ def test_of_a_long_text_the_beginning_and_the_end_are_kept(memory, asked_for):
 @example('"\n' * 3000)
 @example("\x00" * 3000)
 def test_whatever_the_text_it_is_json_that_fits(text):
-    asked = content.Tokens([1], lambda _: text)
-    said = content.of_request(asked, asked, "completed")
+    said = content.of_request([1], output(), lambda _: text)()
+    assert len(said) == 2
     for value in said.values():
         assert len(value) <= 4096
         json.loads(value)

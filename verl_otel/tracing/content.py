@@ -72,19 +72,31 @@ class Tokens:
         return clean(text + _GAP + self._decode(self._last.tolist()) if self._cut else text)
 
 
-def of_request(prompt: Tokens, response: Tokens | None, finish_reason: str | None) -> dict[str, str]:
-    """The attributes for what was asked and answered. verl's prompt is one text, with all messages in it."""
-    found = {gen_ai.GEN_AI_INPUT_MESSAGES: _messages("user", prompt.text())}
-    if response is not None:
-        more = {"finish_reason": finish_reason} if finish_reason else {}
-        found[gen_ai.GEN_AI_OUTPUT_MESSAGES] = _messages("assistant", response.text(), **more)
-    return found
+def of_request(prompt: Sequence[int], output: Any, decode: Decode) -> Callable[[], dict[str, str]]:
+    """What gives the attributes for what was asked and answered. verl's prompt is one text, with all messages in it.
+
+    Args:
+        output: verl's `TokenOutput`.
+    """
+    asked, tokens = Tokens(prompt, decode), getattr(output, "token_ids", None)
+    answered = None if tokens is None else Tokens(tokens, decode)
+    reason = getattr(output, "stop_reason", None)
+    more = {"finish_reason": str(reason)} if reason else {}
+
+    def attributes() -> dict[str, str]:
+        found = {gen_ai.GEN_AI_INPUT_MESSAGES: _messages("user", asked.text())}
+        if answered is not None:
+            found[gen_ai.GEN_AI_OUTPUT_MESSAGES] = _messages("assistant", answered.text(), **more)
+        return found
+
+    return attributes
 
 
-def of_tool(arguments: Any, result: Any) -> dict[str, str]:
-    """The attributes for what a tool was called with and what it answered."""
+def of_tool(arguments: Any, result: Any) -> Callable[[], dict[str, str]]:
+    """What gives the attributes for what a tool was called with and what it answered."""
     said = {gen_ai.GEN_AI_TOOL_CALL_ARGUMENTS: arguments, gen_ai.GEN_AI_TOOL_CALL_RESULT: result}
-    return {name: clean(str(value)) for name, value in said.items() if value is not None}
+    cut = {name: _cut(str(value), 2 * MAX_CHARACTERS) for name, value in said.items() if value is not None}
+    return lambda: {name: clean(text) for name, text in cut.items()}
 
 
 def _messages(role: str, text: str, **more: str) -> str:

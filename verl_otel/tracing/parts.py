@@ -38,6 +38,9 @@ AGENT = "invoke_agent"
 UNKNOWN_TOOL, WRONG_ARGUMENTS = "unknown_tool", "invalid_arguments"
 """Values of `error.type` where verl has refused a call that the model has written."""
 
+Texts = Callable[[], Mapping[str, str]]
+"""Gives the attributes with texts, when a span that has any is recorded."""
+
 _REFUSED = (
     ("Unknown function ", UNKNOWN_TOOL),
     ("Invalid JSON in arguments ", WRONG_ARGUMENTS),
@@ -61,8 +64,8 @@ class Measures:
     """Durations and errors of calls, as metrics; done in the background."""
 
     def __init__(self, instruments: Instruments, background: Background) -> None:
+        self.background = background
         self._instruments = instruments
-        self._background = background
         self._errors = Bounded(MAX_NAMES)
 
     def record(
@@ -80,14 +83,14 @@ class Measures:
             span: of the call, for the exemplar that leads to the trace.
         """
         context = None if span is None else set_span_in_context(span, Context())
-        self._background.defer(self._instruments.record, duration, labels, seconds, context)
+        self.background.defer(self._instruments.record, duration, labels, seconds, context)
         if error is not None:
             self.count(errors, labels, error)
 
     def count(self, errors: Metric, labels: Mapping[str, str], error: str) -> None:
         """One `error.type` more."""
         labels = {**labels, attr.ERROR_TYPE: self._errors(error)}
-        self._background.defer(self._instruments.add, errors, labels)
+        self.background.defer(self._instruments.add, errors, labels)
 
 
 class Part:
@@ -129,9 +132,9 @@ class Request(Part):
 
     def __init__(self, span: Span | None, token: Any, trajectory: Trajectory, background: Background) -> None:
         super().__init__(span, token)
+        self.texts: Texts | None = None
         self._trajectory = trajectory
         self._background = background
-        self._content: Callable[[], Mapping[str, str]] | None = None
 
     def answered(self, output: Any) -> None:
         """Say what the server has answered (verl's `TokenOutput`)."""
@@ -149,31 +152,25 @@ class Request(Part):
             said[gen_ai.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS] = cached
         self.span.set_attributes(said)
 
-    def show(self, prompt: Any, output: Any, decode: content.Decode) -> None:
-        """Let the span have the texts of prompt and response; they are decoded when it is recorded."""
-        asked = content.Tokens(prompt, decode)
-        tokens = getattr(output, "token_ids", None)
-        answered = None if tokens is None else content.Tokens(tokens, decode)
-        reason = getattr(output, "stop_reason", None)
-        self._content = lambda: content.of_request(asked, answered, str(reason) if reason else None)
-
     def close(self, error: BaseException | None) -> None:
         self._trajectory.generating -= 1
-        span, later = self.span, self._content
-        if span is None:
-            return
-        if later is None:
-            end(span, error)
-        elif isinstance(span, HeldSpan):
-            span.set_later(later, content.WEIGHT)
-            end(span, error)
-        else:  # decoding is not for the thread of the agent loops
-            self._background.defer(_end_with, span, later, error, time.time_ns())
+        if self.span is not None:
+            _end_with_texts(self.span, error, self.texts, self._background)
 
 
-def _end_with(span: Span, later: Callable[[], Mapping[str, str]], error: BaseException | None, at: int) -> None:
+def _end_with_texts(span: Span, error: BaseException | None, texts: Texts | None, background: Background) -> None:
+    if texts is None:
+        end(span, error)
+    elif isinstance(span, HeldSpan):
+        span.set_later(texts, content.WEIGHT)
+        end(span, error)
+    else:  # decoding is not for the thread of the agent loops
+        background.defer(_set_and_end, span, texts, error, time.time_ns())
+
+
+def _set_and_end(span: Span, texts: Texts, error: BaseException | None, at: int) -> None:
     try:
-        span.set_attributes(later())
+        span.set_attributes(texts())
     finally:
         end(span, error, at)
 
@@ -183,6 +180,7 @@ class ToolCall(Part):
 
     def __init__(self, span: Span | None, token: Any, measures: Measures, labels: Mapping[str, str]) -> None:
         super().__init__(span, token)
+        self.texts: Texts | None = None
         self.called = False
         """Whether the tool itself has been called."""
         self._measures = measures
@@ -211,7 +209,7 @@ class ToolCall(Part):
         if self.span is not None:
             if self._error is not None:
                 self.span.set_attribute(attr.ERROR_TYPE, self._error)
-            end(self.span, error)
+            _end_with_texts(self.span, error, self.texts, self._measures.background)
         seconds = time.perf_counter() - self.started
         self._measures.record(names.TOOL_DURATION, names.TOOL_ERRORS, self._labels, seconds, self._error, self.span)
 

@@ -227,7 +227,8 @@ class Trajectories:
             span = None
             if trajectory.span.is_recording():
                 said = {gen_ai.GEN_AI_OPERATION_NAME: parts.TEXT, **_asked(sampling)}
-                said[gen_ai.GEN_AI_CONVERSATION_ID] = str(request_id)
+                if request_id is not None:
+                    said[gen_ai.GEN_AI_CONVERSATION_ID] = str(request_id)
                 prompt = asked.get("prompt_ids")
                 if prompt is not None:
                     said[gen_ai.GEN_AI_USAGE_INPUT_TOKENS] = len(prompt)
@@ -282,8 +283,8 @@ class Trajectories:
         try:
             if isinstance(opened, Request | ToolCall):
                 opened.answered(answer)
-            if self._show_content and opened is not None and opened.span is not None:
-                self._show(opened, asked, answer)
+                if self._show_content and opened.span is not None:
+                    self._show(opened, asked, answer)
         except Exception:
             border.caught("reading an answer")
 
@@ -383,24 +384,29 @@ class Trajectories:
             if trajectory.turn is not None:
                 trajectory.turn.set_status(Status(StatusCode.ERROR, describe(error)))
         span = trajectory.span
-        self._end_turn(trajectory)
-        if span.is_recording():
-            parts.end(span, error)
-        self._open.discard(trajectory)
-        held = span if isinstance(span, HeldSpan) else None
-        self._keeping.end(trajectory.step, held, trajectory.decided, seconds, failed)
+        try:
+            self._end_turn(trajectory)
+            if span.is_recording():
+                parts.end(span, error)
+        finally:
+            self._open.discard(trajectory)
+            held = span if isinstance(span, HeldSpan) else None
+            self._keeping.end(trajectory.step, held, trajectory.decided, seconds, failed)
 
-    def _show(self, opened: Part, asked: Any, answer: Any) -> None:
-        if isinstance(opened, ToolCall) and opened.span is not None:
-            opened.span.set_attributes(content.of_tool(asked, answer))
+    def _show(self, opened: Request | ToolCall, asked: Any, answer: Any) -> None:
+        """Let the span have its texts."""
         trajectory = otel_context.get_value(_TRAJECTORY)
         decode = trajectory.about.decode if isinstance(trajectory, Trajectory) else None
-        if not isinstance(opened, Request) or decode is None or not isinstance(asked, Sequence):
+        if isinstance(opened, ToolCall):
+            texts = content.of_tool(asked, answer)
+        elif decode is not None and isinstance(asked, Sequence):
+            texts = content.of_request(asked, answer, decode)
+        else:
             return
         if isinstance(opened.span, HeldSpan) and not self._keeping.take(content.WEIGHT):
             self._instruments.dropped("traces", "content_cap")
-            return
-        opened.show(asked, answer, decode)
+        else:
+            opened.texts = texts
 
     def _model(self, client: Any) -> dict[str, str]:
         """Of verl's configuration, which all clients of a process share."""
