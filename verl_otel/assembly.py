@@ -40,6 +40,7 @@ from verl_otel.tracing import ids
 from verl_otel.tracing.checkpoints import Checkpoints
 from verl_otel.tracing.consumed import Consumed
 from verl_otel.tracing.errors import fail, failure_of
+from verl_otel.tracing.scores import Scores
 from verl_otel.tracing.servers import Servers
 from verl_otel.tracing.sft import SftLoop
 from verl_otel.tracing.steps import Steps
@@ -128,10 +129,18 @@ class Telemetry:
             self.sft,
         )
         self.trajectories = Trajectories(
-            self.tracer, sampler, self.instruments, identity, settings.trajectories, self.run_context
+            self.tracer,
+            sampler,
+            self.instruments,
+            self.background,
+            identity,
+            settings.trajectories,
+            settings.message_content,
+            self.run_context,
         )
         self.servers = Servers(self.tracer, ServerMetrics(self.background, self.instruments, identity))
         self.server_targets = ServerTargets(identity, settings.folder)
+        self.scores = Scores(self.tracer, self.instruments, self.background, identity)
         self._run_started = self._run_finished = False
         self._pid = os.getpid()
         self._last = lifetime.Last("verl-otel-shutdown", self.providers.shut_down_ours)
@@ -253,6 +262,7 @@ class Telemetry:
     def flush(self, timeout: float) -> None:
         """Send what is pending, waiting `timeout` seconds at most."""
         end = time.monotonic() + timeout
+        self.trajectories.release()
         self.background.drained(timeout / 2)  # if that is not enough, what is there is sent all the same
         self.flusher.wait(self.flusher.request(), 0.6 * max(0.0, end - time.monotonic()))
         outbox = otlp.current()

@@ -28,7 +28,12 @@ FOLDER = "VERL_OTEL_FOLDER"
 """Folder under which runs are recorded when no OTLP endpoint is configured. Default: `./verl-otel`."""
 
 TRAJECTORIES = "VERL_OTEL_TRAJECTORIES"
-"""How many trajectories of a step each agent-loop worker records as spans; 0 for none. Default: 4."""
+"""How many trajectories of a step each agent-loop worker records as spans, besides all that failed and the slowest one;
+0 for none at all. Default: 4."""
+
+MESSAGE_CONTENT = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
+"""OpenTelemetry's own: `true` (or `span_only`, `span_and_event`) puts prompts, responses and tool calls on spans.
+Default: no."""
 
 EXIT_TIMEOUT = "VERL_OTEL_EXIT_TIMEOUT"
 """Seconds by which the end of the run may be delayed to send what is pending. Default: 5."""
@@ -175,6 +180,7 @@ class Settings:
     rank_detail: RankDetail
     unknown_keys: int
     disabled_hooks: frozenset[str]
+    message_content: bool = False
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> "Settings":
@@ -182,6 +188,7 @@ class Settings:
         return cls(
             folder=os.path.abspath(env.get(FOLDER) or "verl-otel"),
             trajectories=int(number(env, TRAJECTORIES, 4, 0)),
+            message_content=env.get(MESSAGE_CONTENT, "").strip().lower() in {"true", "span_only", "span_and_event"},
             exit_timeout=number(env, EXIT_TIMEOUT, 5.0, 0),
             levels=Levels.parse(env.get(LEVELS, "")),
             rank_detail=RankDetail.parse(env.get(RANK_DETAIL, "")),
@@ -226,6 +233,7 @@ _RECORDED_OF_OTEL = (
     "OTEL_LOGS_EXPORTER",
     "OTEL_TRACES_SAMPLER",
     "OTEL_TRACES_SAMPLER_ARG",
+    MESSAGE_CONTENT,
     "OTEL_METRIC_EXPORT_INTERVAL",
     "OTEL_EXPORTER_OTLP_PROTOCOL",
 )

@@ -117,6 +117,41 @@ def stage_span():
         return medians({"without": timed(original), "verl-otel": timed(ours)}, rounds=500, calls=10)  # a step has ten
 
 
+def trajectories():
+    """A trajectory of three turns with a tool call each, as the agent loop runs it; all but the first are left out."""
+    from types import SimpleNamespace
+
+    from verl.utils import rollout_trace
+    from verl.utils.profiler import performance
+
+    from verl_otel import telemetry
+
+    original = contextlib.contextmanager(performance._timer.__wrapped__)
+    t = telemetry.current().trajectories
+    asked = {"prompt_ids": list(range(1024)), "sampling_params": {"temperature": 1.0, "top_p": 1.0, "top_k": -1}}
+    answer = SimpleNamespace(token_ids=list(range(512)), stop_reason="completed", extra_fields={})
+
+    def without(_):
+        with rollout_trace.rollout_trace_attr.__wrapped__(sample_index=0, step=1, rollout_n=0):
+            for _ in range(3):
+                with original("generate_sequences", {}):
+                    pass
+                with original("tool_calls", {}):
+                    pass
+
+    def ours(_):
+        with rollout_trace.rollout_trace_attr(sample_index=0, step=1, rollout_n=0):
+            for _ in range(3):
+                with performance.simple_timer("generate_sequences", {}):
+                    request = t.enter_request(None, "request", asked)
+                    t.answered(request, asked["prompt_ids"], answer)
+                    t.leave(request)
+                with performance.simple_timer("tool_calls", {}):
+                    t.leave(t.enter_tool("search", "call"))
+
+    return medians({"without": without, "verl-otel": ours}, rounds=300)
+
+
 def worker_call(instrumentor):
     import ray
     from bench_workers import make_group
@@ -155,6 +190,7 @@ def main():
         ("Tracking.log, 100 keys", tracking_log(metrics(100)), 100),
         ("Tracking.log, 300 keys", tracking_log(metrics(300)), 100),
         ("stage span", stage_span(), 60),
+        ("trajectory, three turns", trajectories(), 400),
         ("Ray worker call, both sides", worker_call(instrumentor), 200),
     ]
     in_background = background()

@@ -120,21 +120,3 @@ def test_a_failing_run_fails_as_without_us_and_says_where(tmp_path, fork_server)
     assert all("no_such_loss" in error for error in failed.values())
     (finished,) = recording.events_named("verl.run.finished")
     assert finished.attributes["verl.run.state"] == "failed"
-
-
-def test_tool_calls_are_inside_their_trajectory(tmp_path, fork_server):
-    run = bed.run(
-        tmp_path,
-        [*bed.FAST_SAMPLER, "trainer.val_before_train=False"],
-        script="run_tool.sh",
-        ranks=1,
-        steps=1,
-        fork_server=fork_server,
-    )
-    assert run.returncode == 0, run.output[-3000:]
-    spans = reader.load(run.telemetry).spans
-    trajectories = {s.span_id for s in spans if s.name == "verl.trajectory"}
-    tools = [s for s in spans if s.name == "verl.tool"]
-    assert tools and all(s.parent_id in trajectories for s in tools)
-    turns = Counter(s.parent_id for s in spans if s.name == "verl.generate")
-    assert max(turns.values()) > 1

@@ -3,6 +3,7 @@
 import atexit
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -21,6 +22,7 @@ from verl_otel.assembly import Telemetry
 from verl_otel.background import Background
 from verl_otel.config import Settings
 from verl_otel.identity import Identity
+from verl_otel.tracing import trajectories as trajectories_module
 from verl_otel.tracing.ids import DerivedIdGenerator
 
 os.environ.setdefault("DO_NOT_TRACK", "true")  # MLflow would report that it is used
@@ -175,3 +177,11 @@ def memory():
 def new_memory():
     """Make further pipelines, as of other processes, or with another sampler or id generator."""
     return Memory
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds as `time.perf_counter` has them for trajectories."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(trajectories_module.time, "perf_counter", lambda: clock.now)
+    return clock

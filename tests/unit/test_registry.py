@@ -306,7 +306,7 @@ def test_an_attribute_says_its_type_and_where_it_is():
         "span": {name for entry in REGISTRY.spans.values() for name in entry["attributes"]},
         "event": {name for entry in REGISTRY.events.values() for name in entry["attributes"]},
     }
-    python = {"string": str, "int": int, "double": float, "boolean": bool}
+    python = {"string": str, "int": int, "double": float, "boolean": bool, "string[]": list}
     for attribute in REGISTRY.attributes.values():
         assert attribute["on"] and set(attribute["on"]) <= {"resource", *used}
         assert attribute["examples"]

@@ -231,6 +231,8 @@ def test_trajectories_and_validation_have_lanes(root):
     data = data_of(page.render(reader.load(root)))
     assert [timeline["label"] for timeline in data["timelines"]] == ["validation before training", "step 1"]
     assert data["timelines"][1]["lanes"] == ["trainer", "rank 0", "trajectory 1", "trajectory 2"]
+    bars = [bar["name"] for bar in data["timelines"][1]["bars"] if bar["lane"] == "trajectory 1"]
+    assert bars == ["verl.generate"], "not the turn, which would cover it"
 
 
 def test_the_time_lines_of_a_long_run_are_the_first_the_last_and_the_slowest(root, monkeypatch):

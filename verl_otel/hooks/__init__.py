@@ -16,6 +16,7 @@ import wrapt
 from verl_otel import border, identity
 from verl_otel.hooks import (
     advantage,
+    agent_loop,
     auto_await,
     data_metrics,
     engine,
@@ -32,8 +33,10 @@ from verl_otel.hooks import (
     rollout_replica,
     rollout_server,
     rollout_trace,
+    sandbox,
     sft,
     timer,
+    tools,
     tracking,
     trainer,
     worker_group,
@@ -100,6 +103,11 @@ HOOKS = (
     Hook("llm_client", "verl.workers.rollout.llm_server", llm_client.install, since="0.8.0"),
     Hook("llm_client", "verl.experimental.agent_loop.agent_loop", llm_client.install_before_0_8, until="0.8.0"),
     Hook("rollout_replica", "verl.workers.rollout.replica", rollout_replica.install),
+    Hook("agent_loop", "verl.experimental.agent_loop.agent_loop", agent_loop.install),
+    Hook("tools", "verl.experimental.agent_loop.tool_agent_loop", tools.install_agent_loop),
+    Hook("tools", "verl.tools.base_tool", tools.install_base_tool),
+    Hook("tools", "verl.tools.function_tool", tools.install_function_tool, since="0.8.0"),
+    Hook("sandbox", "verl.utils.reward_score.sandbox_fusion.utils", sandbox.install),
     Hook("reward_loop", "verl.experimental.reward_loop.reward_loop", reward_loop.install, since="0.7.1"),
 )
 

@@ -275,4 +275,5 @@ def _flush(actor: Any, timeout: float) -> None:
     """Runs in the actor's process."""
     t = telemetry.peek()
     if t is not None:
+        t.trajectories.end_open()
         t.flush(timeout)

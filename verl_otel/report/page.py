@@ -167,7 +167,8 @@ def _label(spans: list[Span]) -> str | None:
 
 def _timeline(label: str, spans: list[Span]) -> dict[str, Any]:
     """Bars by lane: the trainer's stages, then each rank, then each recorded trajectory. Seconds from the start."""
-    shown = [s for s in spans if s.name not in (attr.SPAN_STEP, attr.SPAN_RUN, attr.SPAN_TRAJECTORY)]
+    around = (attr.SPAN_STEP, attr.SPAN_RUN, attr.SPAN_TRAJECTORY, attr.SPAN_TURN)  # others say what fills them
+    shown = [s for s in spans if s.name not in around]
     origin = min(s.start for s in (spans if label != "set-up" else shown or spans))
     by_id = {s.span_id: s for s in spans}
     trajectories: dict[str, str] = {}

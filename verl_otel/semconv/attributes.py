@@ -6,6 +6,7 @@ from opentelemetry.semconv._incubating.attributes import (
     process_attributes,
     service_attributes,
 )
+from opentelemetry.semconv.attributes import error_attributes
 
 SERVICE_NAME = "service.name"
 SERVICE_NAMESPACE = service_attributes.SERVICE_NAMESPACE
@@ -71,10 +72,19 @@ CHECKPOINT_BYTES = "verl.checkpoint.bytes"
 CHECKPOINT_FILES = "verl.checkpoint.files"
 SPAN_SCHEDULE = "verl.rollout.schedule"
 WEIGHT_SYNC_SPAN_PREFIX = "verl.weight_sync."
+# Spans of agent loops, besides OpenTelemetry's gen_ai.*
+TURN_NUMBER = "verl.turn.number"
+TRAJECTORY_KEPT = "verl.trajectory.kept"
+UNFINISHED_TRAJECTORY = "verl.trajectory.unfinished"
+CANCELLED = "verl.cancelled"
+DATA_SOURCE = "verl.data_source"
+SANDBOX_STATUS = "verl.sandbox.status"
+ERROR_TYPE = error_attributes.ERROR_TYPE
 
 SPAN_RUN = "verl.run"
 SPAN_STEP = "verl.step"
 SPAN_TRAJECTORY = "verl.trajectory"
+SPAN_TURN = "verl.turn"
 WORKER_SPAN_PREFIX = "verl.worker."
 
 RANKS_PREFIX = "verl.ranks."

@@ -71,6 +71,12 @@ SERVER_CACHED_TOKENS = _metrics["verl.server.cached_tokens"]
 SERVER_PREEMPTIONS = _metrics["verl.server.preemptions"]
 SERVER_ACTIVE = _metrics["verl.server.active_requests"]
 SERVER_POLICY_VERSION = _metrics["verl.server.policy_version"]
+TRAJECTORY_FAILURES = _metrics["verl.trajectory.failures"]
+TOOL_DURATION = _metrics["verl.tool.duration"]
+TOOL_ERRORS = _metrics["verl.tool.errors"]
+SCORE_DURATION = _metrics["verl.compute_score.duration"]
+SCORE_ERRORS = _metrics["verl.compute_score.errors"]
+SANDBOX_CASES = _metrics["verl.sandbox.cases"]
 
 USER_PREFIX = "verl.user."
 """Of the metrics that users declare or log themselves."""

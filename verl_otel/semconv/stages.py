@@ -23,6 +23,8 @@ STAGES = frozenset(
 
 STEP_TIMER = "step"
 GENERATE_TIMER = "generate_sequences"
+TOOL_TIMER = "tool_calls"
+SCORE_TIMER = "compute_score"
 ROLLOUT_TIMER = "gen"
 ROLLOUT_AHEAD_TIMER = "generate_async"
 """one_step_off: generation of the next batch, beside the step; `gen` is the wait for this one."""
@@ -72,8 +74,8 @@ _NOT_NEXT_TO_OTHERS = frozenset(
 # Timers of the agent-loop workers: parts of a trajectory, not stages of a step.
 TRAJECTORY_TIMERS = {
     GENERATE_TIMER: Stage("verl.generate", "rollout", "rollout"),
-    "tool_calls": Stage("verl.tool", "rollout", "none"),
-    "compute_score": Stage("verl.compute_score", "reward", "reward"),
+    TOOL_TIMER: Stage("verl.tool", "rollout", "none"),
+    SCORE_TIMER: Stage("verl.compute_score", "reward", "reward"),
 }
 
 WAIT_TIMERS = frozenset({"wait_for_enough_samples", "switch_wait"})

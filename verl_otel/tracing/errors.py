@@ -1,5 +1,7 @@
 """Exceptions on spans."""
 
+import asyncio
+
 from opentelemetry.trace import Span, Status, StatusCode
 
 from verl_otel import border
@@ -37,3 +39,14 @@ def failure_of(error: BaseException | None) -> dict[str, str]:
     if error is None:
         return {}
     return {"exception.type": type(error).__qualname__, "exception.message": describe(error)}
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether an exception says that something went wrong: being cancelled or closed does not."""
+    return not isinstance(error, asyncio.CancelledError | GeneratorExit)
+
+
+def type_of(error: BaseException) -> str:
+    """The value of `error.type`: the class of the exception, or of the one in another process behind it."""
+    cause = getattr(error, "cause", None)  # of Ray's RayTaskError
+    return type(cause if isinstance(cause, BaseException) else error).__qualname__

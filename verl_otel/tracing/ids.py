@@ -91,7 +91,7 @@ def remote_context(sampler: Sampler, run_id: str, attempt: int, step: int, name:
 
 
 def _flags(sampler: Sampler, trace: int) -> TraceFlags:
-    result = sampler.should_sample(None, trace, "verl.step")
+    result = sampler.should_sample(Context(), trace, "verl.step")
     return TraceFlags(TraceFlags.SAMPLED if result.decision is Decision.RECORD_AND_SAMPLE else TraceFlags.DEFAULT)
 
 
