@@ -255,19 +255,19 @@ def job(tmp_path_factory, fork_server):
         "OTEL_RESOURCE_ATTRIBUTES": "team=rl",
     }
     entrypoint = [str(bed.BED / "run_ppo.sh"), *bed.PPO_WITH_CRITIC_AND_REFERENCE, *bed.FAST_SAMPLER]
-    log = folder / "run.log"
-    with bed.cluster(free_port(), dashboard=dashboard), log.open("wb") as output:
-        submitted = subprocess.run(
-            [
-                *(bed.PYTHON.parent / "ray", "job", "submit", "--address", f"http://127.0.0.1:{dashboard}"),
-                *("--runtime-env-json", json.dumps({"env_vars": given}), "--", *entrypoint),
-            ],
-            env=bed.clean_environment(RAY_AUTH_MODE="token"),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=300,
-        )
-    run = bed.Run(submitted.returncode, folder, log, 0.0)
+    submit = [
+        *(bed.PYTHON.parent / "ray", "job", "submit", "--address", f"http://127.0.0.1:{dashboard}"),
+        *("--runtime-env-json", json.dumps({"env_vars": given}), "--", *entrypoint),
+    ]
+    env, log = bed.clean_environment(RAY_AUTH_MODE="token"), folder / "run.log"
+    with bed.cluster(free_port(), dashboard=dashboard):
+        for _ in range(10):
+            with log.open("wb") as output:
+                submitted = subprocess.run(submit, env=env, stdout=output, stderr=subprocess.STDOUT, timeout=300)
+            run = bed.Run(submitted.returncode, folder, log, 0.0)
+            if "No available agent to submit job" not in run.output:  # it starts behind `ray start`
+                break
+            time.sleep(2)
     assert run.returncode == 0, run.output[-4000:]
     return run
 

@@ -11,7 +11,7 @@ from verl_otel import telemetry
 from verl_otel.hooks.patches import Patches
 
 LAUNCHING = ("init_hybrid", "init_hybrid_colocated", "init_colocated", "init_standalone")
-"""`init_hybrid_colocated`: 0.8.0 on."""
+"""`init_hybrid_colocated`: 0.7.1 on."""
 
 
 def install(module: ModuleType, patches: Patches) -> None:
