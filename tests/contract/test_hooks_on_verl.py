@@ -137,8 +137,14 @@ def test_every_hook_fits_this_version_and_uninstrument_puts_every_name_back():
 
 @pytest.mark.parametrize("hook", [hook for hook in NOT_IN_THIS_VERSION if hook.module != "ray"], ids=lambda h: h.seam)
 def test_a_hook_is_left_out_only_where_its_seam_is_not(hook):
-    with pytest.raises((ImportError, AttributeError)):
-        hook.install(importlib.import_module(hook.module), Patches())
+    """Not there, or in a class that Ray pickles by value, which a wrapper of ours would not reach."""
+    patches = Patches()
+    try:
+        hook.install(importlib.import_module(hook.module), patches)
+    except (ImportError, AttributeError):
+        return
+    assert {type(owner).__name__.split("(")[0] for owner, *_ in patches._done} == {"ActorClass"}
+    patches.undo()
 
 
 def test_nothing_is_complained_of_in_a_version_that_lacks_some_seams(caplog):
@@ -226,6 +232,7 @@ def test_tracking_works_as_before_when_our_part_fails(monkeypatch, tmp_path, cap
         assert {p.attributes["verl.otel.site"]: p.value for p in seen.points("verl.otel.failures")} == {
             "Tracking.log": 2
         }
+        tracking.logger["file"].finish()
     (written,) = tmp_path.rglob("*.jsonl")
     assert len(written.read_text().splitlines()) == 2
     assert [r.message for r in caplog.records if r.name == "verl_otel"].count(

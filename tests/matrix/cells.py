@@ -62,9 +62,12 @@ def _absent(module: str) -> Cell:
 
 
 def _contract(verl: str, column: str) -> Cell:
+    program = program_test(verl, column)
     if verl == NEWEST:  # here, and not in an environment of its own
-        return Cell(CONTRACT, (f"contract/test_programs.py::{program_test(verl, column)}",))
-    return Cell(CONTRACT, (f"matrix/test_contract.py::test_a_program[{verl}-{column}]",))
+        on_ray = "test_every_rank_of_every_kind_of_worker_group_is_under_the_stage_that_called_it"
+        return Cell(CONTRACT, (f"contract/test_programs.py::{program}", f"integration/test_ray.py::{on_ray}"))
+    tests = (f"test_a_program[{verl}-{column}]", f"test_the_hooks_fit[{verl}]")
+    return Cell(CONTRACT, tuple(f"matrix/test_contract.py::{test}" for test in tests))
 
 
 _V1 = "verl.trainer.ppo.v1"

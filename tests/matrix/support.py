@@ -1,7 +1,7 @@
 """Tries every cell of the table of versions, and writes what came of it: `make test-matrix`.
 
-Outcomes go to docs/support.json; docs/support.md and the table in the README are made from them. With `--write`, only
-the tables are made anew, and no test is run.
+Outcomes go to docs/support.json; docs/support.md and the table in the README are made from them. With ids of tests as
+arguments, or beginnings of ids, only these are tried anew; with `--write` none.
 """
 
 import json
@@ -37,29 +37,31 @@ TESTS = sorted({test for cell in CELLS.values() for test in cell.tests} | set(BE
 PASSED = "passed"
 
 
-def run() -> dict[str, str]:
+def run(wanted: list[str]) -> dict[str, str]:
     """Test -> `passed`, `failed` or `not run`."""
-    outcomes = dict.fromkeys(TESTS, "not run")
-    for part in ("contract", "matrix", "e2e"):  # as in `make test`, not all in one process
-        tests = [f"tests/{test}" for test in TESTS if test.startswith(f"{part}/")]
+    outcomes = dict.fromkeys(wanted, "not run")
+    for part in ("contract", "integration", "matrix", "e2e"):  # as in `make test`, not all in one process
+        tests = [f"tests/{test}" for test in wanted if test.startswith(f"{part}/")]
+        if not tests:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder, "report.xml")
             subprocess.run([HERE.python, "-m", "pytest", f"--junitxml={report}", *tests], cwd=ROOT, check=False)
             cases = [*ElementTree.parse(report).iter("testcase")] if report.exists() else []
         for case in cases:
             module = case.get("classname", "").removeprefix("tests.").replace(".", "/")
-            name = f"{module}.py::{case.get('name')}"
-            if name in outcomes:
-                outcomes[name] = "failed" if len(case.findall("*")) > len(case.findall("system-out")) else PASSED
-    return outcomes
+            wrong = [child for child in case if child.tag in ("failure", "error", "skipped")]
+            outcomes[f"{module}.py::{case.get('name')}"] = "failed" if wrong else PASSED
+    return {test: outcomes[test] for test in wanted}
 
 
 def state(cell: Cell, outcomes: dict[str, str]) -> str:
     """What the table shows of a cell."""
     if cell.how == ABSENT:
         return "-"
-    if any(outcomes.get(test) != PASSED for test in cell.tests):
-        return "✗"
+    found = {outcomes.get(test, "not run") for test in cell.tests}
+    if found != {PASSED}:
+        return "✗" if "failed" in found else "?"
     return "●" if cell.how == RUN else "○"
 
 
@@ -124,9 +126,11 @@ def write(outcomes: dict[str, str]) -> None:
     README.write_text(readme(README.read_text(), outcomes))
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     os.environ.pop("PYTHONPATH", None)
-    outcomes = json.loads(OUTCOMES.read_text()) if "--write" in sys.argv else run()
+    known = json.loads(OUTCOMES.read_text()) if OUTCOMES.exists() else {}
+    wanted = [test for test in TESTS if not arguments or test.startswith(tuple(arguments))]
+    outcomes = {**{test: known.get(test, "not run") for test in TESTS}, **run(wanted)}
     write(outcomes)
     wrong = {test: outcome for test, outcome in outcomes.items() if outcome != PASSED}
     print("\n".join(f"{outcome}: {test}" for test, outcome in wrong.items()) or "every cell holds")
@@ -134,4 +138,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
