@@ -220,6 +220,10 @@ def test_one_step_off_has_whole_traces_and_links_to_what_was_generated_ahead(one
     assert_events_are_what_verl_printed(one_step_off)
     assert_idle_ratio(one_step_off)
     assert_named(one_step_off)
+    for trace in one_step_off.steps.values():
+        generations = {s.span_id for s in trace if s.attributes.get("verl.timer") == "generate_async"}
+        trajectories = [s for s in trace if s.name == "verl.trajectory" and not s.attributes["verl.validate"]]
+        assert all(s.parent_id in generations for s in trajectories)
     for number in (2, 3):
         generated = one_step_off.steps[number - 1][0].trace_id
         assert generated in root(one_step_off.steps[number]).links

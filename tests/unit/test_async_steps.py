@@ -168,7 +168,7 @@ def test_where_ids_cannot_be_known_there_are_no_links(new_memory):
 
 def test_a_batch_that_was_generated_ahead_is_linked_and_has_its_trajectories(process, memory):
     """one_step_off: `generate_async` of step 1 makes what `gen` of step 2 waits for."""
-    process.steps.waits_for_rollout = True
+    process.steps.waits_for_rollout = process.steps.generates_ahead = True
     process.trainer.global_steps = 1
     first = process.steps.enter("generate_async")
     process.steps.leave(first)

@@ -137,8 +137,10 @@ def _follow_from(trainer: Any, name: str, patches: Patches) -> None:
 def _follow(t: Telemetry, trainer: Any, waits_for_rollout: bool) -> None:
     t.steps.follow(trainer)
     t.steps.waits_for_rollout = waits_for_rollout
-    separate = any(cls.__name__ == "SeparateRayPPOTrainer" for cls in type(trainer).__mro__)
-    t.steps.rollout_is_elsewhere = separate or getattr(trainer, "trainer_mode", "") == "separate_async"
+    classes = {cls.__name__ for cls in type(trainer).__mro__}
+    separate = "SeparateRayPPOTrainer" in classes or getattr(trainer, "trainer_mode", "") == "separate_async"
+    t.steps.rollout_is_elsewhere = separate
+    t.steps.generates_ahead = "OneStepOffRayTrainer" in classes
     # fully_async logs under versions of the weights, of which each takes several steps.
     t.step_values.by_number = not hasattr(trainer, "current_param_version")
     t.step_values.ask = ray_actors.ask_for_values
