@@ -1,4 +1,4 @@
-"""SFT: `verl.utils.checkpoint.checkpoint_handler.CheckpointHandler` (verl 0.6.1 to 0.9.1), which only its trainers make.
+"""SFT: `verl.utils.checkpoint.checkpoint_handler.CheckpointHandler` (verl 0.6.1 to 0.9.1): only its trainers make one.
 
 The trainers themselves run as `__main__`. Their handler says that this process runs SFT, from which step it resumes,
 and when it saves; on Ray it has the group of ranks that the driver calls. The ranks' own calls come by `register` (from
