@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
 from verl_otel import border
 from verl_otel.metrics.derived import idle_ratio
-from verl_otel.tracing import ids
+from verl_otel.tracing import ids, propagation
 from verl_otel.tracing.consumed import MAX_LINKS
 
 
@@ -168,7 +168,7 @@ def test_where_ids_cannot_be_known_there_are_no_links(new_memory):
 
 def test_a_batch_that_was_generated_ahead_is_linked_and_has_its_trajectories(process, memory):
     """one_step_off: `generate_async` of step 1 makes what `gen` of step 2 waits for."""
-    process.steps.waits_for_rollout = True
+    process.steps.waits_for_rollout = process.steps.generates_ahead = True
     process.trainer.global_steps = 1
     first = process.steps.enter("generate_async")
     process.steps.leave(first)
@@ -359,3 +359,71 @@ def test_where_verl_logs_under_other_numbers_values_belong_to_the_next_event(pro
         1: {"actor/loss", "verl.of_step_1", "verl.of_step_2"},
         2: {"actor/loss", "verl.of_step_3", "verl.of_step_4"},
     }
+
+
+# ---- fully_async: other processes -----------------------------------------------------------------------------------
+
+
+def test_the_end_of_a_loop_is_no_error(process, memory):
+    class TrainingStopException(Exception):
+        pass
+
+    process.steps.waits_for_rollout = process.steps.rollout_is_elsewhere = True
+    with pytest.raises(TrainingStopException), step(process), timed(process, "gen"):
+        raise TrainingStopException("queue returned None")
+    assert {span.status.status_code.name for span in memory.spans} == {"UNSET"}
+    assert memory.points("verl.trainer.idle_ratio") == []  # it was no step
+
+
+def test_a_validation_elsewhere_is_in_the_trace_of_the_step_that_asked_for_it(process, memory):
+    rollouter = memory.process("agent_loop", attempt=2)
+    with step(process):
+        pass
+    carrier = propagation.inject(process.steps.current_context())
+    rollouter.steps.validates_for(propagation.extract(carrier))
+    for _ in range(2):
+        with timed(rollouter, "rollouter/validate_time"):
+            scope = rollouter.steps.enter_validation()
+            rollouter.steps.leave(scope)
+    asked, other = [s for s in memory.spans if s.name == "verl.validation"]
+    assert asked.parent.span_id == memory.span("verl.step").context.span_id
+    assert other.parent is None
+    assert asked.attributes["rank"] == "all"
+
+
+def test_a_trajectory_says_which_weights_generated_it(memory):
+    worker = memory.process("agent_loop").trajectories
+    for versions in ([4], [4, 5, 6], [None], []):
+        trajectory = worker.enter(1, 0, 0, False)
+        for version in versions:
+            worker.generated_with(version)
+        worker.leave(trajectory)
+    found = [(s.attributes.get("verl.policy.version"), s.attributes.get("verl.policy.version.oldest"))
+             for s in memory.spans]  # fmt: skip
+    assert found == [(4, None), (6, 4), (None, None), (None, None)]
+
+
+def test_trajectories_that_no_step_has_scheduled_are_capped_per_version_of_the_weights(memory):
+    worker = memory.process("agent_loop").trajectories
+    worker.steps_schedule = False
+    for version in (0, 1):
+        for _ in range(6):
+            trajectory = worker.enter(17, 0, 0, False)  # the number of a sample
+            worker.generated_with(version)
+            worker.leave(trajectory)
+    recorded = [s.attributes["verl.policy.version"] for s in memory.spans]
+    assert recorded == [0] * 4 + [0] + [1] * 4  # before the first answer nobody knows the version
+    assert {s.parent for s in memory.spans} == {None}
+    assert not any("verl.step.number" in s.attributes for s in memory.spans)
+
+
+@pytest.mark.parametrize(
+    ("failure", "state"), [({}, "finished"), ({"exception.type": "ValueError", "exception.message": "x"}, "failed")]
+)
+def test_only_the_process_that_trains_says_how_the_run_has_ended(memory, failure, state):
+    trainer, other = memory.process("trainer"), memory.process("agent_loop")
+    trainer.run_started("project", "experiment", {})
+    for told in (trainer, other, trainer):
+        told.run_ended(failure)
+    ends = [e for e in memory.events if e.event_name == "verl.run.finished"]
+    assert [(e.attributes["verl.run.state"], dict(e.body)) for e in ends] == [(state, failure)]

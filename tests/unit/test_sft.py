@@ -125,3 +125,30 @@ def test_without_sft_calls_of_the_engine_are_no_steps(memory):
     process.workers.leave(process.workers.enter(Worker(0), "train_batch"))
     process.sft.logged(1)
     assert [span.name for span in memory.spans] == ["verl.worker.train_batch"]
+
+
+def test_under_torchrun_all_ranks_share_the_span_of_the_run(memory, monkeypatch):
+    """torchrun's own process never loads verl."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    first, second = (memory.process("worker", worker_index=str(rank)) for rank in (0, 1))
+    for rank, process in enumerate((first, second)):
+        process.workers.leave(process.workers.enter(Worker(rank), "reset"))
+    second.close()
+    first.close()
+    assert memory.tree() == {"verl.run": {"verl.worker.reset": {}, "verl.worker.reset (2)": {}}}
+
+
+def test_a_rank_that_has_a_launcher_makes_no_run(memory, monkeypatch):
+    process = memory.process("worker")
+    process.close()
+    assert memory.spans == []
+
+
+def test_other_calls_in_a_step_are_below_it_on_every_rank(ranks, memory):
+    for rank in ranks:
+        rank.call("train_batch")
+        rank.call("step_profile")
+    ranks[0].number = 1
+    ranks[0].log({"train/loss": 1.0})
+    (step,) = memory.tree().values()
+    assert sorted(step) == ["verl.update_actor", "verl.worker.step_profile", "verl.worker.step_profile (2)"]

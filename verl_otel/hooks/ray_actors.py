@@ -109,7 +109,7 @@ def _will_report(actor: Any, kind: str, method: str) -> None:
 def _tell_validator(rollouter: Any) -> None:
     """fully_async's rollouter, whose class travels by value without our wrapper, is about to be called to validate."""
     t = telemetry.peek()
-    if t is not None:
+    if t is not None and t.identity.role == TRAINER:
         rollouter.__ray_call__.remote(_will_validate, propagation.inject(t.steps.current_context()))
 
 

@@ -1,8 +1,8 @@
-"""SFT: `verl.utils.checkpoint.checkpoint_handler.CheckpointHandler` (verl 0.7.1 on), which only its trainers make.
+"""SFT: `verl.utils.checkpoint.checkpoint_handler.CheckpointHandler` (verl 0.6.1 to 0.9.1): only its trainers make one.
 
 The trainers themselves run as `__main__`. Their handler says that this process runs SFT, from which step it resumes,
-and when it saves; on Ray it has the group of ranks that the driver calls. The ranks' own calls come by `register`, the
-values of a step by `Tracking.log`.
+and when it saves; on Ray it has the group of ranks that the driver calls. The ranks' own calls come by `register` (from
+0.7.0 on: before, there are no steps), the values of a step by `Tracking.log`.
 """
 
 import functools
@@ -33,7 +33,7 @@ def _wrap_init(handler: Any, patches: Patches) -> None:
             t = telemetry.current()
             if t is not None:
                 t.sft.begin()
-                if self.mode.name == "RAY":
+                if getattr(getattr(self, "mode", None), "name", "") == "RAY":
                     for name in (SFT_TRAIN_TIMER, SFT_VALIDATION_TIMER):
                         setattr(self.engine, name, _called_by_driver(name, getattr(self.engine, name)))
         except Exception:

@@ -1,6 +1,6 @@
 """The trainer classes: `RayPPOTrainer` (verl 0.6.1 to 0.9.1), the V1 `PPOTrainer` (0.9.0 on; 0.8.0: main_ppo_sync),
-`SeparateRayPPOTrainer` (the base of those whose rollouts have devices of their own) and `OneStepOffRayTrainer` (0.8.0
-on).
+`SeparateRayPPOTrainer` (0.7.1 on; the base of those whose rollouts have devices of their own) and `OneStepOffRayTrainer`
+(0.8.0 on).
 
 From `init`/`init_workers` the set-up phase, from `_validate` the validation before training (verl times only the later
 ones), from `fit` the number of the step, the end of the run and the last flush, from V1's `_add_batch_to_generate` and
@@ -145,8 +145,10 @@ def _follow_from(trainer: Any, name: str, patches: Patches) -> None:
 def _follow(t: Telemetry, trainer: Any, waits_for_rollout: bool) -> None:
     t.steps.follow(trainer)
     t.steps.waits_for_rollout = waits_for_rollout
-    separate = any(cls.__name__ == "SeparateRayPPOTrainer" for cls in type(trainer).__mro__)
-    t.steps.rollout_is_elsewhere = separate or getattr(trainer, "trainer_mode", "") == "separate_async"
+    classes = {cls.__name__ for cls in type(trainer).__mro__}
+    separate = "SeparateRayPPOTrainer" in classes or getattr(trainer, "trainer_mode", "") == "separate_async"
+    t.steps.rollout_is_elsewhere = separate
+    t.steps.generates_ahead = "OneStepOffRayTrainer" in classes
     # fully_async logs under versions of the weights, of which each takes several steps.
     t.step_values.by_number = not hasattr(trainer, "current_param_version")
     t.step_values.ask = ray_actors.ask_for_values

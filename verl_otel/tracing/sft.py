@@ -97,7 +97,7 @@ class SftLoop:
 
     def enter_checkpoint(self) -> Scope | None:
         """Before verl saves."""
-        if not self._logs:
+        if not self._logs or not self._began:
             return None
         self._end(None)
         return self._steps.enter(CHECKPOINT_TIMER)

@@ -120,7 +120,8 @@ class Steps:
         self.on_idle_ratio: Callable[[int | None, float], None] = lambda number, ratio: None
         """Told, for each step of a trainer whose rollouts are elsewhere, which share of it the trainer waited."""
         self._validates_for: Context | None = None
-        self._generates_ahead = False
+        self.generates_ahead = False
+        """Whether verl generates the next batch beside the step (`generate_async`), and `gen` waits for this one."""
         self._ahead: tuple[int | None, SpanContext] | None = None
 
     # ---- what hooks tell --------------------------------------------------------------------------------------------
@@ -318,7 +319,6 @@ class Steps:
         attributes: dict[str, Any] = {}
         if timer in WAIT_TIMERS or (timer == ROLLOUT_TIMER and self.waits_for_rollout):
             attributes[attr.STAGE_WAIT] = True
-        self._generates_ahead = self._generates_ahead or timer == ROLLOUT_AHEAD_TIMER
         context = otel_context.get_current()
         # In a step or another stage; or, where no trainer runs (a timer inside a rank's call), in any span there is.
         if stage.stage == "validation" and self._validates_for is not None:
@@ -409,7 +409,7 @@ class Steps:
 
     def _name_for_others(self, timer: str) -> str:
         """The name under which other processes know the span of a timer: trajectories are under the generation."""
-        if not self._generates_ahead:
+        if not self.generates_ahead:
             return timer
         return {ROLLOUT_AHEAD_TIMER: ROLLOUT_TIMER, ROLLOUT_TIMER: "gen (wait)"}.get(timer, timer)
 
