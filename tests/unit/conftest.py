@@ -181,7 +181,7 @@ def new_memory():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds as `time.perf_counter` has them for trajectories."""
+    """What `time.perf_counter` says, for durations that a test wants to know."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(trajectories_module.time, "perf_counter", lambda: clock.now)
     return clock
