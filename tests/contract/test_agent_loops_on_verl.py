@@ -22,6 +22,7 @@ from verl import DataProto
 from verl.experimental.agent_loop import agent_loop
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopWorker
 from verl.experimental.agent_loop.tool_parser import FunctionCall
+from verl.utils.reward_score import sandbox_fusion
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
@@ -306,8 +307,6 @@ def ran(api, run_status, stdout="", code=0):
 def test_time_outs_of_the_sandbox_are_counted_though_verl_only_makes_a_score_of_them():
     answers = [ran("Success", "Finished", "1"), ran("Failed", "TimeLimitExceeded"), (500, {})]
     with instrumented() as seen:
-        from verl.utils.reward_score import sandbox_fusion
-
         telemetry.current()
         cases = {"inputs": ["x"] * 3, "outputs": ["1"] * 3}
         with sandbox(answers) as url:

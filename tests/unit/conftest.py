@@ -3,6 +3,7 @@
 import atexit
 import os
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,6 @@ from verl_otel.assembly import Telemetry
 from verl_otel.background import Background
 from verl_otel.config import Settings
 from verl_otel.identity import Identity
-from verl_otel.tracing import trajectories as trajectories_module
 from verl_otel.tracing.ids import DerivedIdGenerator
 
 os.environ.setdefault("DO_NOT_TRACK", "true")  # MLflow would report that it is used
@@ -181,7 +181,7 @@ def new_memory():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds as `time.perf_counter` has them for trajectories."""
+    """What `time.perf_counter` says, for durations that a test wants to know."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(trajectories_module.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
     return clock

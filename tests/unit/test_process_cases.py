@@ -277,7 +277,7 @@ SAMPLES = 4096
 TRAJECTORIES = 4  # VERL_OTEL_TRAJECTORIES
 
 
-def test_j1_the_spans_of_a_steps_trace_are_bounded_and_what_is_left_out_is_counted(memory):
+def test_j1_the_spans_of_a_steps_trace_are_bounded_and_what_is_left_out_is_counted(memory, clock):
     """J1: a trace of tens of thousands of spans cannot be looked at.
 
     The bound: 1 + stages + ranks x calls + agent-loop workers x trajectories x (1 + MAX_SPANS + scores), where the
@@ -307,6 +307,7 @@ def test_j1_the_spans_of_a_steps_trace_are_bounded_and_what_is_left_out_is_count
             for _ in range(MAX_SPANS if sample == 0 else 1):
                 t.leave(t.enter_part("generate_sequences"))
                 t.leave(t.enter_tool("search"))
+            clock.now += 1 if sample else 2
             t.leave(trajectory)
         t.release()
     trainer.steps.leave(step)
