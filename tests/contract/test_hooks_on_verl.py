@@ -34,7 +34,9 @@ SEAMS = {
     ],
     "verl.trainer.ppo.metric_utils": ["compute_data_metrics"],
     "verl.workers.engine_workers": ["TrainingWorker._postprocess_output"],
-    "verl.workers.rollout.llm_server": ["LLMServerClient.generate", "FullyAsyncLLMServerClient.generate"],
+    "verl.workers.rollout.llm_server": [
+        *("LLMServerClient.generate", *(["FullyAsyncLLMServerClient.generate"] if VERL >= "0.9" else []))
+    ],
     "verl.workers.rollout.replica": ["RolloutReplica.init_hybrid", "RolloutReplica.init_standalone"],
     "verl.trainer.ppo.v1.trainer_base": [
         *("PPOTrainer.fit", "PPOTrainer.init", "PPOTrainer._validate", "PPOTrainer.step"),
@@ -50,7 +52,9 @@ SEAMS = {
         *("MessageQueueClient.get_queue_size", "MessageQueueClient.clear_queue")
     ],
     "verl.experimental.agent_loop.agent_loop": [
-        *("AsyncLLMServerManager.generate", "AgentLoopWorker.__init__", "AgentLoopWorker._run_agent_loop")
+        *(["AsyncLLMServerManager.generate"] if VERL < "0.8" else []),
+        *(["AgentLoopWorker.__init__", "AgentLoopWorker._run_agent_loop"] if VERL >= "0.7.1" else []),
+        *(["AgentLoopWorkerBase._run_agent_loop"] if VERL < "0.7.1" else []),
     ],
     "verl.experimental.agent_loop.tool_agent_loop": ["ToolAgentLoop._call_tool"],
     "verl.tools.base_tool": ["BaseTool.__init_subclass__"],

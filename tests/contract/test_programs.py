@@ -114,7 +114,7 @@ def test_legacy_trainer():
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
         assert not by_value(RayPPOTrainer)
-        assert wrapped(RayPPOTrainer, "fit", "init_workers", "_validate", "_save_checkpoint")
+        assert wrapped(RayPPOTrainer, "fit", "init_workers", "_validate")
     if VERL < "0.8":
         found = methods_with_carrier(*BEFORE_THE_ENGINE)
         assert set(found["ActorRolloutRefWorker"]) >= ACTOR and set(found["CriticWorker"]) >= CRITIC
@@ -135,7 +135,7 @@ def test_v1_trainers():
         for mode in ("sync", "colocate_async", "separate_async"):
             trainer = get_trainer_cls(mode)
             assert not by_value(trainer)
-            assert wrapped(trainer, "fit", "init", "_validate", "_save_checkpoint"), mode
+            assert wrapped(trainer, "fit", "init", "_validate"), mode
             found = timers(trainer.__module__)
             assert "update_weights" in found
             assert_known(found)
@@ -151,7 +151,7 @@ def test_main_ppo_sync():
         from verl.trainer import main_ppo_sync
 
         assert by_value(main_ppo_sync.TaskRunner) and by_value(main_ppo_sync.AgentLoopWorkerTQ)
-        assert wrapped(main_ppo_sync.PPOTrainer, "fit", "init_workers", "_validate", "_save_checkpoint")
+        assert wrapped(main_ppo_sync.PPOTrainer, "fit", "init_workers", "_validate")
 
 
 @pytest.mark.verl(since="0.8.0")

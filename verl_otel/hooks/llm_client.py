@@ -24,9 +24,7 @@ def install(module: ModuleType, patches: Patches) -> None:
 
 
 def install_before_0_8(module: ModuleType, patches: Patches) -> None:
-    manager = getattr(module, "AsyncLLMServerManager", None)  # 0.8.0 on: the other module has it
-    if manager is not None:
-        _wrap(manager, patches)
+    _wrap(module.AsyncLLMServerManager, patches)
 
 
 def _wrap(client: Any, patches: Patches) -> None:
