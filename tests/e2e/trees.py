@@ -96,7 +96,7 @@ def assert_trajectories(trace: list[Span]) -> None:
         assert (served.name, served.resource["service.name"]) == ("verl.server.generate", "verl-rollout-server")
         assert generate.start <= served.start <= served.end <= generate.end
         assert served.attributes["verl.replica"] in ("0", "1") and served.attributes["gen_ai.usage.output_tokens"] > 0
-        assert served.attributes["stage"] == "rollout"
+        assert served.attributes["stage"] in ("rollout", "validation")
 
 
 def unnamed_share(trace: list[Span]) -> float:
