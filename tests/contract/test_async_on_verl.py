@@ -224,6 +224,7 @@ def test_the_rollouter_is_measured_at_each_version_of_the_weights():
         t = telemetry.current()
         rollouter = Rollouter(MessageQueueClient(queue))
         assert asyncio.run(rollouter.other()) == 3
+        assert t.background.drained(10)
         assert seen.points("verl.rollouter.idle_ratio") == []
         assert asyncio.run(rollouter.reset_staleness()) == 3
         assert t.background.drained(10)
