@@ -193,7 +193,7 @@ def tools():
         return SimpleNamespace(function=function, model_dump=lambda **_: {"name": name})
 
     def divide(a, b):
-        return str(a / b)
+        return str(a / b) if a else ()  # which verl does not take
 
     return [Search({}, schema("search")), FunctionTool("divide", divide, schema("divide"))]
 
@@ -203,6 +203,7 @@ CALLS = [
     ("search", '{"fail": true}'),
     ("divide", '{"a": 1, "b": 2}'),
     ("divide", '{"a": 1, "b": 0}'),
+    ("divide", '{"a": 0, "b": 1}'),
     ("guess", "{}"),
     ("divide", "{a: 1"),
 ]
@@ -253,13 +254,14 @@ def test_each_call_of_a_tool_has_its_span_and_the_error_that_verl_tells_only_the
         ("search", "ConnectionError", "ERROR"),
         ("divide", None, "UNSET"),
         ("divide", "ZeroDivisionError", "ERROR"),
+        ("divide", "_OTHER", "ERROR"),
         ("_OTHER", "unknown_tool", "ERROR"),
         ("divide", "invalid_arguments", "ERROR"),
     ]
     assert spans[1].events[0].attributes["exception.message"] == "search engine is down"
-    assert [span.attributes["gen_ai.tool.call.id"] for span in spans] == [f"call_{n}" for n in range(6)]
+    assert [span.attributes["gen_ai.tool.call.id"] for span in spans] == [f"call_{n}" for n in range(7)]
     assert errors == {(name, error): 1 for name, error, _ in found if error}
-    assert durations == {"search": 2, "divide": 3, "_OTHER": 1}
+    assert durations == {"search": 2, "divide": 4, "_OTHER": 1}
 
 
 def test_tools_that_were_wrapped_are_as_before_after_uninstrument():

@@ -575,7 +575,7 @@ def test_a_call_that_verl_refuses_is_an_error_and_what_the_model_has_made_up_is_
 
 def test_a_tool_that_answers_with_words_like_verls_has_not_failed(memory):
     t = make(memory)
-    with trajectory(t), tool(t, answer="Unknown function f in line 3"), inside(t, t.enter_tool("search")):
+    with trajectory(t), tool(t, answer="Unknown function 'f' in line 3"), inside(t, t.enter_tool("search")):
         pass
     assert memory.span("verl.tool").status.status_code is StatusCode.UNSET
     assert memory.points("verl.tool.errors") == []

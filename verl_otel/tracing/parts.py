@@ -41,13 +41,11 @@ UNKNOWN_TOOL, WRONG_ARGUMENTS = "unknown_tool", "invalid_arguments"
 Texts = Callable[[], Mapping[str, str]]
 """Gives the attributes with texts, when a span that has any is recorded."""
 
-_REFUSED = (
-    ("Unknown function ", UNKNOWN_TOOL),
-    ("Invalid JSON in arguments ", WRONG_ARGUMENTS),
-    ("Error executing tool ", OTHER),
-    ("Error when executing tool: ", OTHER),  # before 0.8.0
-)
-"""How verl's answers to the model begin when a tool was not called or has failed."""
+_REFUSED = (("Unknown function '", UNKNOWN_TOOL), ("Invalid JSON in arguments for '", WRONG_ARGUMENTS))
+"""How verl's answers to the model begin where it has not called the tool."""
+
+_FAILED = ("Error executing tool '", "Error when executing tool: ")
+"""How they begin where the tool has raised, or what verl does before and after it; the second before verl 0.8.0."""
 
 
 def end(span: Span, error: BaseException | None, at: int | None = None) -> None:
@@ -196,12 +194,14 @@ class ToolCall(Part):
             fail(self.span, error)
 
     def answered(self, text: Any) -> None:
-        """What the model is told; where the tool has not raised, it may be that verl has not called it."""
-        if self.called or not isinstance(text, str):
+        """What the model is told; where the tool has not raised, verl may have, or may not have called it."""
+        if self._error is not None or not isinstance(text, str):
             return
-        self._error = next((kind for begin, kind in _REFUSED if text.startswith(begin)), None)
+        refused = None if self.called else next((kind for begin, kind in _REFUSED if text.startswith(begin)), None)
+        self._error = OTHER if text.startswith(_FAILED) else refused
         if self._error is not None and self.span is not None:
-            self.span.set_status(Status(StatusCode.ERROR, f"{self._error}: verl has not called the tool"))
+            why = f"{refused}: verl has not called the tool" if refused else "verl has told the model of an error"
+            self.span.set_status(Status(StatusCode.ERROR, why))
 
     def close(self, error: BaseException | None) -> None:
         if error is not None and is_failure(error):
