@@ -89,6 +89,8 @@ FIRST = {
 GONE = {"main_ppo_sync": "0.9.0"}
 """Column -> the first version that has it no more (it has become V1)."""
 
+_MODES = "e2e/test_modes.py"
+
 RUNS = {
     ("0.6.1", "ppo"): run("matrix/test_runs.py::test_ppo_of_0_6_1"),
     ("0.6.1", "grpo"): run("matrix/test_runs.py::test_grpo_of_0_6_1"),
@@ -105,7 +107,15 @@ RUNS = {
     ("0.9.1", "grpo"): run("e2e/test_embedded.py::test_one_trace_for_each_step_with_stages_and_ranks"),
     ("0.9.1", "legacy"): run("matrix/test_runs.py::test_legacy_trainer_of_0_9_1"),
     ("0.9.1", "v1_sync"): run("e2e/test_embedded.py::test_one_trace_for_each_step_with_stages_and_ranks"),
-    ("0.9.1", "tools"): run("e2e/test_embedded.py::test_tool_calls_are_inside_their_trajectory"),
+    ("0.9.1", "v1_colocate_async"): run(f"{_MODES}::test_colocate_async_has_whole_traces_and_no_idle_time"),
+    ("0.9.1", "v1_separate_async"): run(f"{_MODES}::test_separate_async_has_whole_traces_without_gaps"),
+    ("0.9.1", "one_step_off"): run(
+        f"{_MODES}::test_one_step_off_has_whole_traces_and_links_to_what_was_generated_ahead"
+    ),
+    ("0.9.1", "fully_async"): run(f"{_MODES}::test_fully_async_has_whole_traces_without_gaps"),
+    ("0.9.1", "sft_torchrun"): run(f"{_MODES}::test_each_step_of_sft_is_a_trace_with_every_rank[torchrun]"),
+    ("0.9.1", "sft_ray"): run(f"{_MODES}::test_each_step_of_sft_is_a_trace_with_every_rank[ray]"),
+    ("0.9.1", "tools"): run("e2e/test_agents.py::test_a_trajectory_reads_from_top_to_bottom"),
 }
 
 
