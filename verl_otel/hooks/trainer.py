@@ -1,6 +1,6 @@
 """The trainer classes: `RayPPOTrainer` (verl 0.6.1 to 0.9.1), the V1 `PPOTrainer` (0.9.0 on; 0.8.0: main_ppo_sync),
-`SeparateRayPPOTrainer` (0.7.1 on; the base of those whose rollouts have devices of their own) and `OneStepOffRayTrainer`
-(0.8.0 on).
+`SeparateRayPPOTrainer` (0.7.1 on; the base of those whose rollouts have devices of their own) and
+`OneStepOffRayTrainer` (0.8.0 on).
 
 From `init`/`init_workers` the set-up phase, from `_validate` the validation before training (verl times only the later
 ones), from `fit` the number of the step, the end of the run and the last flush, from V1's `_add_batch_to_generate` and
