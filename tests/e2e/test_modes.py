@@ -144,6 +144,11 @@ def test_separate_async_shows_the_parts_of_its_weight_syncs(separate):
         ]
         parts = [s.name for s in children(trace, sync) if s.name in PHASES]
         assert parts == [f"verl.weight_sync.{part}" for part in ("abort", "release", "transfer", "resume", "resume")]
+        servers = [s.name for part in children(trace, sync) for s in children(trace, part) if "replica" in s.name]
+        assert servers == [
+            f"verl.replica.{call}"
+            for call in ("abort_all_requests", "release_kv_cache", "resume_kv_cache", "resume_generation")
+        ]
         assert sync.attributes["verl.policy.version"] == number
         assert sync.attributes["verl.weight_sync.bytes"] > 400_000
         (transfer,) = [s for s in children(trace, sync) if s.name == "verl.weight_sync.transfer"]

@@ -26,6 +26,7 @@ from verl_otel.identity import AGENT_LOOP, LAUNCHER, REWARD_WORKER, TRAINER, rol
 from verl_otel.metrics.ranks import Called
 from verl_otel.tracing import propagation
 from verl_otel.tracing.errors import failure_of
+from verl_otel.tracing.weight_sync import SERVER_CALLS
 
 _children: weakref.WeakSet[Any] = weakref.WeakSet()
 _ranks: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -80,6 +81,8 @@ def _wrap_calls(actor_method: Any, patches: Patches) -> None:
         result = original(self, args, kwargs, *more, **options)
         if called is not None:
             _will_report(*called, self._method_name)
+        elif self._method_name in SERVER_CALLS:
+            _watch(self._method_name, result)
         return result
 
     patches.set(actor_method, "_remote", _remote)
@@ -125,6 +128,17 @@ def _saving(local_path: Any = None, *more: Any, **options: Any) -> None:
     t = telemetry.peek()
     if t is not None:
         t.checkpoints.saving(local_path)
+
+
+def _watch(method: str, answer: Any) -> None:
+    """A call that pauses a rollout server, or lets it go on."""
+    try:
+        t = telemetry.peek()
+        answered = None if t is None else t.weight_sync.server_called(method)
+        if answered is not None:
+            answer.future().add_done_callback(answered)
+    except Exception:
+        border.caught("watching the call of a rollout server")
 
 
 class Answers:
