@@ -26,11 +26,18 @@ from verl_otel.identity import AGENT_LOOP, LAUNCHER, REWARD_WORKER, TRAINER, rol
 from verl_otel.metrics.ranks import Called
 from verl_otel.tracing import propagation
 from verl_otel.tracing.errors import failure_of
-from verl_otel.tracing.weight_sync import SERVER_CALLS
 
 _children: weakref.WeakSet[Any] = weakref.WeakSet()
 _ranks: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """Of these, the ranks of worker groups, and which rank: from the environment that verl gives them."""
+
+_PAUSING = frozenset(
+    (
+        *("abort_all_requests", "sleep", "release_kv_cache"),
+        *("resume_kv_cache", "wake_up", "resume_generation"),
+    )
+)
+"""Methods of verl's rollout servers, of all backends, that a weight sync calls."""
 
 _asked: dict[str, Any] = {}
 """Actor id -> the names of its methods that take a carrier, or the reference to the answer."""
@@ -81,7 +88,7 @@ def _wrap_calls(actor_method: Any, patches: Patches) -> None:
         result = original(self, args, kwargs, *more, **options)
         if called is not None:
             _will_report(*called, self._method_name)
-        elif self._method_name in SERVER_CALLS:
+        elif self._method_name in _PAUSING:
             _watch(self._method_name, result)
         return result
 

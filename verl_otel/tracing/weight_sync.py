@@ -31,14 +31,6 @@ _PHASE_OF_CALL = {
 }
 """Methods of verl's `CheckpointEngineManager`, without the transfer itself."""
 
-SERVER_CALLS = frozenset(
-    (
-        *("abort_all_requests", "sleep", "release_kv_cache"),
-        *("resume_kv_cache", "wake_up", "resume_generation"),
-    )
-)
-"""Methods of verl's rollout servers, of all backends, that a phase calls."""
-
 MAX_SERVERS = 64
 """Servers that have a span in a phase; more are counted."""
 
