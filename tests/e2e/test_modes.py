@@ -240,7 +240,7 @@ def test_one_step_off_has_whole_traces_and_links_to_what_was_generated_ahead(one
 @pytest.fixture(scope="module")
 def colocate(tmp_path_factory, fork_server):
     folder = tmp_path_factory.mktemp("colocate")
-    run = bed.run(folder, ["grpo"], script="run_colocate_async.sh", ranks=1, fork_server=fork_server)
+    run = bed.run(folder, [], script="run_colocate_async.sh", ranks=1, fork_server=fork_server)
     return load(run)
 
 
