@@ -111,7 +111,7 @@ class Telemetry:
             self.tracer, self.instruments, self.background, self.ranks, self.logger, sampler, identity, self.run_context
         )
         self.steps.on_idle_ratio = self._trainer_idle
-        self.weight_sync = WeightSync(self.steps)
+        self.weight_sync = WeightSync(self.steps, self.tracer, self.instruments)
         self.consumed = Consumed(self.background, self.instruments, sampler, identity, self.steps)
         self.checkpoints = Checkpoints(self.logger, identity, self.event_attributes, self.flusher.request)
         self.user.step = self.steps.number

@@ -144,6 +144,11 @@ def test_separate_async_shows_the_parts_of_its_weight_syncs(separate):
         ]
         parts = [s.name for s in children(trace, sync) if s.name in PHASES]
         assert parts == [f"verl.weight_sync.{part}" for part in ("abort", "release", "transfer", "resume", "resume")]
+        servers = [s.name for part in children(trace, sync) for s in children(trace, part) if "replica" in s.name]
+        assert servers == [
+            f"verl.replica.{call}"
+            for call in ("abort_all_requests", "release_kv_cache", "resume_kv_cache", "resume_generation")
+        ]
         assert sync.attributes["verl.policy.version"] == number
         assert sync.attributes["verl.weight_sync.bytes"] > 400_000
         (transfer,) = [s for s in children(trace, sync) if s.name == "verl.weight_sync.transfer"]
@@ -235,7 +240,7 @@ def test_one_step_off_has_whole_traces_and_links_to_what_was_generated_ahead(one
 @pytest.fixture(scope="module")
 def colocate(tmp_path_factory, fork_server):
     folder = tmp_path_factory.mktemp("colocate")
-    run = bed.run(folder, ["grpo"], script="run_colocate_async.sh", ranks=1, fork_server=fork_server)
+    run = bed.run(folder, [], script="run_colocate_async.sh", ranks=1, fork_server=fork_server)
     return load(run)
 
 

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import time
+from concurrent.futures import Future
 
 import pytest
 from opentelemetry.context import Context
@@ -14,6 +15,7 @@ from verl_otel import border
 from verl_otel.metrics.derived import idle_ratio
 from verl_otel.tracing import ids, propagation
 from verl_otel.tracing.consumed import MAX_LINKS
+from verl_otel.tracing.weight_sync import MAX_SERVERS
 
 
 class Trainer:
@@ -251,6 +253,25 @@ def test_replicas_that_are_paused_in_another_stage_are_a_part_of_that(process, m
         asyncio.run(call(process, "sleep_replicas"))
     assert memory.tree() == {"verl.step": {"verl.rollout": {"verl.weight_sync.release": {}}}}
     assert memory.span("verl.rollout").attributes.get("verl.policy.version") is None
+
+
+def test_each_server_that_is_paused_has_its_own_span(process, memory):
+    async def servers():
+        for number in range(MAX_SERVERS + 2):
+            answered = process.weight_sync.server_called("sleep")
+            if answered is not None:
+                answer = Future()
+                answer.set_exception(OSError("gone")) if number == 1 else answer.set_result(None)
+                answered(answer)
+
+    with step(process), timed(process, "gen"):
+        assert process.weight_sync.server_called("sleep") is None  # a user's own actor, perhaps
+        asyncio.run(call(process, "sleep_replicas", servers))
+    spans = [s for s in memory.spans if s.name == "verl.replica.sleep"]
+    assert [s.attributes["rank"] for s in spans] == [str(number) for number in range(MAX_SERVERS)]
+    assert {s.parent.span_id for s in spans} == {memory.span("verl.weight_sync.release").context.span_id}
+    assert [s.attributes["rank"] for s in spans if s.status.description == "OSError: gone"] == ["1"]
+    assert memory.values("verl.otel.dropped", "verl.otel.reason") == {("server_cap",): 2}
 
 
 def test_a_sync_before_training_is_in_the_runs_trace(memory):

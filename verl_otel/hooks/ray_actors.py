@@ -31,6 +31,14 @@ _children: weakref.WeakSet[Any] = weakref.WeakSet()
 _ranks: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """Of these, the ranks of worker groups, and which rank: from the environment that verl gives them."""
 
+_PAUSING = frozenset(
+    (
+        *("abort_all_requests", "sleep", "release_kv_cache"),
+        *("resume_kv_cache", "wake_up", "resume_generation"),
+    )
+)
+"""Methods of verl's rollout servers, of all backends, that a weight sync calls."""
+
 _asked: dict[str, Any] = {}
 """Actor id -> the names of its methods that take a carrier, or the reference to the answer."""
 
@@ -80,6 +88,8 @@ def _wrap_calls(actor_method: Any, patches: Patches) -> None:
         result = original(self, args, kwargs, *more, **options)
         if called is not None:
             _will_report(*called, self._method_name)
+        elif self._method_name in _PAUSING:
+            _watch(self._method_name, result)
         return result
 
     patches.set(actor_method, "_remote", _remote)
@@ -125,6 +135,17 @@ def _saving(local_path: Any = None, *more: Any, **options: Any) -> None:
     t = telemetry.peek()
     if t is not None:
         t.checkpoints.saving(local_path)
+
+
+def _watch(method: str, answer: Any) -> None:
+    """A call that pauses a rollout server, or lets it go on."""
+    try:
+        t = telemetry.peek()
+        answered = None if t is None else t.weight_sync.server_called(method)
+        if answered is not None:
+            answer.future().add_done_callback(answered)
+    except Exception:
+        border.caught("watching the call of a rollout server")
 
 
 class Answers:

@@ -70,6 +70,7 @@ WEIGHT_SYNC_BYTES = "verl.weight_sync.bytes"
 CHECKPOINT_PATH = "verl.checkpoint.path"
 CHECKPOINT_BYTES = "verl.checkpoint.bytes"
 CHECKPOINT_FILES = "verl.checkpoint.files"
+REPLICA_SPAN_PREFIX = "verl.replica."
 SPAN_SCHEDULE = "verl.rollout.schedule"
 WEIGHT_SYNC_SPAN_PREFIX = "verl.weight_sync."
 # Spans of agent loops, besides OpenTelemetry's gen_ai.*

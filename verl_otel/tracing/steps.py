@@ -64,6 +64,8 @@ class Scope:
     labels: dict[str, str]
     number: int | None = None
     part: bool = False
+    calls: int = 0
+    """Calls of rollout servers in a part."""
     waits: bool = False
     waited: float = 0.0
     """Seconds of a step that its stages only waited."""

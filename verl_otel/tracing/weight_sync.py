@@ -1,18 +1,22 @@
 """The parts of a weight sync: `verl.weight_sync.abort`, `.release`, `.transfer`, `.resume`, in the stage around them.
 
-All but the transfer are calls of verl's to every rollout replica. verl also pauses replicas outside of a sync (before
-it trains on their devices): then the parts are under that stage.
+All but the transfer are calls of verl's to every rollout replica: below them is a span for each server. verl also
+pauses replicas outside of a sync (before it trains on their devices): then the parts are under that stage.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from opentelemetry import context as otel_context
+from opentelemetry.trace import SpanKind, Tracer
 
 from verl_otel import border
+from verl_otel.metrics.instruments import Instruments
 from verl_otel.metrics.values import to_number
 from verl_otel.semconv import attributes as attr
+from verl_otel.tracing.errors import fail
 from verl_otel.tracing.steps import Scope, Steps, current_scope
 
 UPDATE = "update_weights"
@@ -26,6 +30,9 @@ _PHASE_OF_CALL = {
     "resume_generation_replicas": "resume",
 }
 """Methods of verl's `CheckpointEngineManager`, without the transfer itself."""
+
+MAX_SERVERS = 64
+"""Servers that have a span in a phase; more are counted."""
 
 _MIB_SENT = "checkpoint_engine/payload_mbytes"
 """What some of verl's checkpoint engines say of a sync: MiB that went to the rollout ranks."""
@@ -46,8 +53,10 @@ class Sync:
 class WeightSync:
     """See the module. The methods are called around verl's and never raise."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Steps, tracer: Tracer, instruments: Instruments) -> None:
         self._steps = steps
+        self._tracer = tracer
+        self._instruments = instruments
 
     def enter(self, call: str, version: Any, replicas: int | None) -> Sync | Scope | None:
         """Before a call of verl's `CheckpointEngineManager`.
@@ -70,6 +79,32 @@ class WeightSync:
         except Exception:
             border.caught(f"opening the span of {call}")
             return None
+
+    def server_called(self, method: str) -> Callable[[Future[Any]], None] | None:
+        """A server is called, in a phase or elsewhere; gives what is to be told when it has answered.
+
+        `rank` of the span is the place of the server among those of the phase: verl calls them in the same order.
+        """
+        scope = current_scope()
+        if scope is None or not scope.part:
+            return None
+        scope.calls += 1
+        if scope.calls > MAX_SERVERS:
+            self._instruments.dropped("traces", "server_cap")
+            return None
+        where = {
+            attr.RANK: str(scope.calls - 1),
+            attr.STAGE: scope.labels[attr.STAGE],
+            attr.MODEL_TYPE: "rollout",
+        }
+        name = f"{attr.REPLICA_SPAN_PREFIX}{method}"
+        span = self._tracer.start_span(name, scope.context, SpanKind.CLIENT, where)
+
+        def answered(answer: Future[Any]) -> None:
+            fail(span, answer.exception())
+            span.end()
+
+        return answered
 
     def begin_transfer(self) -> None:
         """Inside `update_weights`, after the replicas are paused: trainer and rollout ranks are connected now."""

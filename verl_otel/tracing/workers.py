@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry import baggage, trace
 from opentelemetry import context as otel_context
@@ -32,7 +32,9 @@ from verl_otel.metrics.recorder import emit_non_finite, non_finite_attributes
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import metrics as names
 from verl_otel.tracing.errors import fail
-from verl_otel.tracing.sft import SftLoop
+
+if TYPE_CHECKING:
+    from verl_otel.tracing.sft import SftLoop
 
 _CALL = otel_context.create_key("verl-otel-worker-call")
 _GROUP = otel_context.create_key("verl-otel-worker-group")
@@ -82,7 +84,7 @@ class Workers:
         event_attributes: Mapping[str, Any],
         detail: RankDetail,
         on_call_ended: Callable[[], Any],
-        sft: SftLoop,
+        sft: "SftLoop",
     ) -> None:
         self._tracer = tracer
         self._instruments = instruments
