@@ -78,7 +78,8 @@ def table(outcomes: dict[str, str]) -> str:
     legend = (
         "● a real training run on a CPU; ○ what the hooks hold on to, tested on the real wheel with real Ray actors; "
         f"- not in this version of verl; ✗ does not work; ? not tried. All with Python 3.11, Ray {locked('ray')} and "
-        f"OpenTelemetry {locked('opentelemetry-api')}; besides, a part of the tests with each of {besides}. Which tests: [docs/support.md](docs/support.md)."
+        f"OpenTelemetry {locked('opentelemetry-api')}; besides, a part of the tests with each of {besides}. "
+        "Which tests: [docs/support.md](docs/support.md)."
     )
     return "\n".join([*lines, "", *wrapped(legend)]) + "\n"
 
