@@ -6,6 +6,7 @@ arguments, or beginnings of ids, only these are tried anew; with `--write` none.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -76,10 +77,17 @@ def table(outcomes: dict[str, str]) -> str:
     besides = ", ".join(name for name, test in BESIDES.items() if outcomes.get(test) == PASSED)
     legend = (
         "● a real training run on a CPU; ○ what the hooks hold on to, tested on the real wheel with real Ray actors; "
-        "- not in this version of verl; ✗ does not work. All with Python 3.11, Ray 2.60 and OpenTelemetry 1.45; "
-        f"besides, a part of the tests with each of {besides}. Which tests: [docs/support.md](docs/support.md)."
+        f"- not in this version of verl; ✗ does not work; ? not tried. All with Python 3.11, Ray {locked('ray')} and "
+        f"OpenTelemetry {locked('opentelemetry-api')}; besides, a part of the tests with each of {besides}. "
+        "Which tests: [docs/support.md](docs/support.md)."
     )
     return "\n".join([*lines, "", *wrapped(legend)]) + "\n"
+
+
+def locked(package: str) -> str:
+    """The version of a package in the tested environment."""
+    (version,) = re.findall(rf"^{package}==([\d.]+)$", (ROOT / "locks" / "test.txt").read_text(), re.M)
+    return version
 
 
 def wrapped(text: str, width: int = 120) -> list[str]:

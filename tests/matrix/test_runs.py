@@ -120,7 +120,10 @@ def test_ppo_of_0_8_0(ran):
 
 @matrix
 def test_main_ppo_sync_of_0_8_0(ran):
-    run, recording = ran("0.8.0", "grpo", ranks=1, environment={"ENTRY": "verl.trainer.main_ppo_sync"})
+    entry = {"ENTRY": "verl.trainer.main_ppo_sync"}
+    # verl sets this variable in a runtime_env that is given, where it has to be already.
+    given = "++ray_kwargs.ray_init.runtime_env.env_vars.TRANSFER_QUEUE_ENABLE='1'"
+    run, recording = ran("0.8.0", "grpo", given, ranks=1, environment=entry)
     assert_recorded(run, recording, "0.8.0", ENGINE_CALLS)
     for trace in step_traces(recording.spans).values():
         assert_trajectories(trace)
@@ -136,17 +139,27 @@ def test_grpo_of_0_7_1(ran):
         assert_trajectories(trace)
 
 
+def assert_gradient_norms(run, recording, *models):
+    """The ranks' own, over all of them, are what verl prints: with one mini-batch a step there is one value."""
+    for number, trace in step_traces(recording.spans).items():
+        for model in models:
+            (stage,) = [span for span in trace if span.name == f"verl.update_{model}"]
+            printed = run.printed()[number][f"{model}/grad_norm"]
+            assert stage.attributes["verl.ranks.grad_norm.mean"] == pytest.approx(printed, rel=1e-6)
+
+
 @matrix
 def test_grpo_of_0_6_1(ran):
     run, recording = ran("0.6.1", "grpo", script="run_0_6.sh", ranks=1)
     assert_recorded(run, recording, "0.6.1", LEGACY_CALLS)
+    assert_gradient_norms(run, recording, "actor")
 
 
 @matrix
 def test_ppo_of_0_6_1(ran):
-    arguments = [*bed.PPO_WITH_CRITIC_AND_REFERENCE]
-    run, recording = ran("0.6.1", *arguments, script="run_0_6.sh", ranks=2)
+    run, recording = ran("0.6.1", *bed.PPO_WITH_CRITIC_AND_REFERENCE, script="run_0_6.sh", ranks=2)
     assert_recorded(run, recording, "0.6.1", LEGACY_CALLS, ranks=("0", "1"))
+    assert_gradient_norms(run, recording, "actor", "critic")
 
 
 @matrix

@@ -14,6 +14,7 @@ sys.path[:0] = [str(TESTS / "matrix"), str(TESTS / "testbed")]
 import cells  # noqa: E402
 import support  # noqa: E402
 
+PROJECT = (support.ROOT / "pyproject.toml").read_text()
 OUTCOMES = json.loads(support.OUTCOMES.read_text())
 
 
@@ -43,6 +44,16 @@ def test_every_test_that_is_claimed_exists():
         path, function = re.fullmatch(r"([\w/]+\.py)::(\w+)(?:\[.+\])?", test).groups()
         tree = ast.parse((TESTS / path).read_text())
         assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
+
+
+def test_the_bounds_that_are_claimed_are_those_of_the_package():
+    bounds = dict(re.findall(r'"(opentelemetry-api)>=([\d.]+)', PROJECT))
+    assert f"OpenTelemetry {bounds['opentelemetry-api']}" in support.BESIDES
+    assert re.search(r'requires-python = ">=3.10,<3.13"', PROJECT)
+    assert {"Python 3.10", "Python 3.12"} <= support.BESIDES.keys()
+    assert (
+        support.locked("ray") == re.search(r"^ray==(.+)$", (support.ROOT / "locks/verl-0.8.txt").read_text(), re.M)[1]
+    )
 
 
 def test_what_is_absent_says_which_module_is_missing():

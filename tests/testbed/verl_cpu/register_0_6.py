@@ -1,10 +1,13 @@
 """verl 0.6.1: legacy FSDP workers with the rollout inside the worker. VERL_USE_EXTERNAL_MODULES=verl_cpu.register_0_6
 
 Two patches of torch.distributed, for what verl asks of gloo and only NCCL does: the backend "cpu:gloo,cpu:gloo", and a
-0-d tensor gathered into tensors of one element.
+0-d tensor gathered into tensors of one element. One of verl: it asks for flash-attn in critics whatever the
+configuration says.
 """
 
 import torch.distributed as dist
+import verl.utils.model
+from transformers import AutoModelForTokenClassification
 
 from verl_cpu.device import extend_torch_cpu
 
@@ -24,6 +27,16 @@ def all_gather(tensor_list, tensor, *args, **kwargs):
 
 
 dist.init_process_group, dist.all_gather = init_process_group, all_gather
+
+
+
+def load_valuehead_model(local_path, torch_dtype, model_config, trust_remote_code):
+    return AutoModelForTokenClassification.from_pretrained(
+        local_path, dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
+    )
+
+
+verl.utils.model.load_valuehead_model = load_valuehead_model
 
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY  # noqa: E402
 
