@@ -26,7 +26,7 @@ def outcomes(verl: str) -> dict[str, str]:
     """Test -> what it said, empty if it passed."""
     of_version = environment(verl)
     server = bed.fork_server(of_version.python)
-    env = {**os.environ, **of_version.variables, **server.variables(of_version.python)}
+    env = {**os.environ, **of_version.variables, **server.variables(of_version.python), "PYTEST_ADDOPTS": ""}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [env["ZYGOTE_LAUNCHER"], "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"]

@@ -3,6 +3,7 @@
 import os
 import subprocess
 
+import bed
 from environments import HERE, ROOT, wheel
 
 OLDEST = "2.41.0"
@@ -14,12 +15,22 @@ TESTS = (
 
 def test_the_oldest_ray(tmp_path):
     ray = wheel("ray", OLDEST)
-    env = {**os.environ, "PYTHONPATH": str(ray)}
+    env = {**os.environ, "PYTHONPATH": str(ray), "PYTEST_ADDOPTS": ""}
     found = subprocess.run(
         [HERE.python, "-c", "import ray; print(ray.__version__)"], env=env, capture_output=True, text=True
     )
     assert found.stdout.strip() == OLDEST, found.stderr
-    command = [HERE.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path}/tmp", *TESTS]
+    env.update(bed.fork_server(HERE.python).variables())
+    command = [
+        env["ZYGOTE_LAUNCHER"],
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--basetemp={tmp_path}/tmp",
+        *TESTS,
+    ]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout

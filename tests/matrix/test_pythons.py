@@ -33,7 +33,7 @@ def jobs(tmp_path_factory):
             [*files, "--basetemp", folder / "unit"],
             ["tests/matrix/small_seams.py", "--basetemp", folder / "small"],
         ]
-        env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
         jobs[version] = [
             subprocess.Popen(
                 [program, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, arguments)],
