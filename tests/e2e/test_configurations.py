@@ -8,7 +8,6 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -18,18 +17,13 @@ from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "deploy" / "local"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "testbed" / "verl_cpu"))
-import stub_metrics
 from binaries import ROOT, binary
 from stack import free_ports
-
-from verl_otel.export import targets
-from verl_otel.identity import Identity
 
 pytestmark = pytest.mark.stack
 
 COLLECTOR = ROOT / "collector"
-VARIANT, SERVERS = "variants/prometheus-scrape.yaml", "variants/rollout-servers.yaml"
+VARIANT = "variants/prometheus-scrape.yaml"
 
 
 def collector_command(*arguments: str, files: tuple[str, ...]) -> list[str]:
@@ -45,10 +39,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "files",
-    [
-        *(("local.yaml",), ("agent.yaml",), ("gateway.yaml",), ("local.yaml", VARIANT), ("gateway.yaml", VARIANT)),
-        *(("local.yaml", SERVERS), ("agent.yaml", SERVERS)),
-    ],
+    [("local.yaml",), ("agent.yaml",), ("gateway.yaml",), ("local.yaml", VARIANT), ("gateway.yaml", VARIANT)],
     ids=" + ".join,
 )
 def test_the_collector_accepts_its_configuration(files: tuple[str, ...], tmp_path: Path) -> None:
@@ -118,48 +109,6 @@ def test_the_scrape_variant_shows_the_labels_of_the_point_and_of_the_run(tmp_pat
         "verl_run_attempt": "2",
         "verl_process_role": "worker",
         "host_name": "node-1",
-    }
-
-
-def test_the_collector_scrapes_the_rollout_servers(tmp_path: Path) -> None:
-    """A stub of vLLM's `/metrics`, and the file that the trainer writes for it."""
-    server = SimpleNamespace(inflight=3, queue=SimpleNamespace(qsize=lambda: 1), stats={"tokens": 70, "requests": 5})
-    of_run = targets.of_run(Identity("run-1", 2, "trainer", project="alpha", experiment="ppo"))
-    labels = {**of_run, "verl_process_role": "rollout_server", "verl_replica": "3", "model_type": "rollout"}
-    address = f"127.0.0.1:{stub_metrics.start(server)}"
-    targets.write(str(tmp_path / targets.ROLLOUT_SERVERS), "run-1-rollout-3", address, labels)
-    ports = free_ports(["grpc", "http", "health", "self", "scrape"])
-    own = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
-    variables = environment(
-        VERL_OTEL_LISTEN_GRPC=own["grpc"],
-        VERL_OTEL_LISTEN_HTTP=own["http"],
-        VERL_OTEL_HEALTH=own["health"],
-        VERL_OTEL_SELF_PORT=str(ports["self"]),
-        VERL_OTEL_SCRAPE_LISTEN=own["scrape"],
-        VERL_OTEL_FOLDER=str(tmp_path),
-    )
-    with (tmp_path / "collector.log").open("wb") as log:
-        command = collector_command(files=("local.yaml", SERVERS, VARIANT))
-        process = subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=log, stderr=log)
-    try:
-        text = wait_for(f"http://{own['scrape']}/metrics", "vllm:generation_tokens_total{")
-    finally:
-        process.terminate()
-        process.wait(30)
-    values = {
-        name: float(line.rpartition(" ")[2].split()[0])
-        for line in text.splitlines()
-        for name in re.findall(r"^(vllm:\w+){", line)
-    }
-    assert (values["vllm:num_requests_running"], values["vllm:num_requests_waiting"]) == (2, 1)
-    assert values["vllm:generation_tokens_total"] == 70
-    (series,) = [line for line in text.splitlines() if line.startswith("vllm:generation_tokens_total{")]
-    assert dict(re.findall(r'(\w+)="([^"]*)"', series)) == {
-        **labels,
-        "job": "verl-rollout-servers",
-        "instance": address,
-        "engine": "0",
-        "model_name": "stub",
     }
 
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from verl_otel.cli import mlflow_bridge
+from verl_otel.export import targets
 
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTOR, DEPLOY = ROOT / "collector", ROOT / "deploy"
@@ -215,6 +216,19 @@ def test_the_readme_lists_every_environment_variable_with_its_default() -> None:
         for variable, default in VARIABLE.findall(path.read_text())
     }
     assert documented == read
+
+
+def test_the_collector_scrapes_rollout_servers_by_the_job_that_prometheus_does() -> None:
+    """That job is tested with the real Prometheus, whose code the receiver is; our build of the Collector lacks it."""
+    variant = load(VARIANTS["rollout-servers"])
+    (receiver,) = variant["receivers"]
+    assert receiver.split("/")[0] == "prometheus"
+    assert variant["receivers"][receiver]["config"] == load(DEPLOY / "prometheus" / "scrape-rollout-servers.yaml")
+    for base in ("local", "agent"):
+        own = collector(base)["service"]["pipelines"]["metrics"]["receivers"]
+        assert variant["service"] == {"pipelines": {"metrics": {"receivers": [*own, receiver]}}}
+    (job,) = variant["receivers"][receiver]["config"]["scrape_configs"]
+    assert job["file_sd_configs"][0]["files"] == [f"/srv/verl-otel/{targets.ROLLOUT_SERVERS}/*.json"]
 
 
 # --- deploy/compose.yaml
