@@ -1,11 +1,12 @@
 """verl 0.6.1: legacy FSDP workers with the rollout inside the worker. VERL_USE_EXTERNAL_MODULES=verl_cpu.register_0_6
 
 Two patches of torch.distributed, for what verl asks of gloo and only NCCL does: the backend "cpu:gloo,cpu:gloo", and a
-0-d tensor gathered into tensors of one element. One of verl: it asks for flash-attn in critics whatever the
-configuration says.
+0-d tensor gathered into tensors of one element. Two of verl, for what it asks of every critic and reference policy
+whatever the configuration says: flash-attn, and pinned memory, which is an accelerator's.
 """
 
 import torch.distributed as dist
+import verl.utils.fsdp_utils
 import verl.utils.model
 from transformers import AutoModelForTokenClassification
 
@@ -37,6 +38,7 @@ def load_valuehead_model(local_path, torch_dtype, model_config, trust_remote_cod
 
 
 verl.utils.model.load_valuehead_model = load_valuehead_model
+verl.utils.fsdp_utils.CPUOffloadPolicy = lambda pin_memory: None  # the weights are on the CPU already
 
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY  # noqa: E402
 
