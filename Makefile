@@ -26,7 +26,6 @@ test-fast: env ## only the tests that need neither a run nor the stack
 	@$(PYTHON_IN_ENV) -m pytest tests/unit tests/contract
 
 test-matrix: env ## every version of verl, Python, Ray and OpenTelemetry; makes the tables of docs/support.md and the README
-	@$(PYTHON_IN_ENV) deploy/local/binaries.py
 	@$(PYTHON_IN_ENV) tests/matrix/support.py
 
 bench: env ## what telemetry costs a training thread, also with bad endpoints; how long a value takes to Prometheus
