@@ -17,13 +17,13 @@ demo-stack: env ## the same run through a Collector to Jaeger, Prometheus and ML
 	@$(PYTHON_IN_ENV) tests/testbed/demo.py --stack $(DEMO)
 
 test: env ## every test; the cheap ones first
-	@$(PYTHON_IN_ENV) -m pytest tests/unit tests/contract
+	@$(PYTHON_IN_ENV) -m pytest tests/unit tests/contract -m "not matrix"
 	@$(PYTHON_IN_ENV) deploy/local/binaries.py
 	@$(PYTHON_IN_ENV) -m pytest tests/integration tests/e2e -m "not matrix"
 	@$(PYTHON_IN_ENV) -m pytest tests/matrix -m "not matrix"
 
 test-fast: env ## only the tests that need neither a run nor the stack
-	@$(PYTHON_IN_ENV) -m pytest tests/unit tests/contract
+	@$(PYTHON_IN_ENV) -m pytest tests/unit tests/contract -m "not matrix"
 
 test-matrix: env ## every version of verl, Python, Ray and OpenTelemetry; makes the tables of docs/support.md and the README
 	@$(PYTHON_IN_ENV) tests/matrix/support.py
