@@ -91,7 +91,9 @@ def assert_trajectories(trace: list[Span]) -> None:
         turn = children(trace, trajectory)[0]
         assert [s.name for s in children(trace, turn)] == ["verl.generate"]
     assert {s.resource["service.name"] for s in trace if s.name == "verl.compute_score"} >= {"verl-agent-loop"}
-    for generate in [s for s in trace if s.name == "verl.generate"]:
+    first = [t for t in trajectories if t.attributes["verl.trajectory.kept"] == "first"]
+    assert first != []
+    for generate in [g for t in first for turn in children(trace, t)[:1] for g in children(trace, turn)]:
         (served,) = children(trace, generate)
         assert (served.name, served.resource["service.name"]) == ("verl.server.generate", "verl-rollout-server")
         assert generate.start <= served.start <= served.end <= generate.end

@@ -6,8 +6,8 @@ from opentelemetry.trace import Span, Status, StatusCode
 
 from verl_otel import border
 
-_NO_ERRORS = frozenset({"TrainingStopException"})
-"""By which verl ends a loop when all is done (fully_async)."""
+_NO_ERRORS = frozenset({"GeneratorExit", "TrainingStopException"})
+"""A generator that is closed, and what verl ends a loop by when all is done (fully_async)."""
 
 
 def fail(span: Span, error: BaseException | None) -> None:
@@ -16,7 +16,7 @@ def fail(span: Span, error: BaseException | None) -> None:
 
     Never raises: the exception may be of a class that cannot even be printed.
     """
-    if error is None or isinstance(error, GeneratorExit) or type(error).__name__ in _NO_ERRORS:
+    if error is None or type(error).__name__ in _NO_ERRORS:
         return
     try:
         span.record_exception(error)
@@ -42,8 +42,8 @@ def failure_of(error: BaseException | None) -> dict[str, str]:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether an exception says that something went wrong: being cancelled or closed does not."""
-    return not isinstance(error, asyncio.CancelledError | GeneratorExit)
+    """Whether an exception says that something went wrong: being cancelled does not, nor does what `fail` ignores."""
+    return not isinstance(error, asyncio.CancelledError) and type(error).__name__ not in _NO_ERRORS
 
 
 def type_of(error: BaseException) -> str:
