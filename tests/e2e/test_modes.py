@@ -1,11 +1,11 @@
 """verl's asynchronous trainers and SFT: one real run of each, and what its steps say."""
 
-import json
 from collections import Counter
 from types import SimpleNamespace
 
 import bed
 import pytest
+from recorded_metrics import last_points
 from trees import children, orphans, root, step_traces, traces, unnamed_share
 
 from verl_otel.recording import reader
@@ -24,23 +24,9 @@ def load(run):
         spans=recording.spans,
         steps=step_traces(recording.spans),
         events=recording.events_named("verl.step"),
-        points=points(run.telemetry),
+        points=last_points(run.telemetry),
         complaints=[line for line in run.output.splitlines() if "verl-otel:" in line or "Failed to detach" in line],
     )
-
-
-def points(folder):
-    """Metric -> the last point of each series of each process: (labels, point)."""
-    found = {}
-    for path in sorted(folder.glob("*.metrics.jsonl")):
-        for line in path.read_text().splitlines():
-            for group in json.loads(line)["resourceMetrics"]:
-                for metric in (m for scope in group["scopeMetrics"] for m in scope["metrics"]):
-                    data = metric.get("gauge") or metric.get("histogram") or metric.get("sum")
-                    for point in data["dataPoints"]:
-                        labels = reader.attributes_of(point["attributes"])
-                        found.setdefault(metric["name"], {})[path.name, str(sorted(labels.items()))] = labels, point
-    return {name: list(series.values()) for name, series in found.items()}
 
 
 def stages(trace):
