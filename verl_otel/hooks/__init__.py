@@ -92,7 +92,7 @@ HOOKS = (
     Hook("trainer", "verl.experimental.one_step_off_policy.ray_trainer", trainer.install_one_step_off, since="0.8.0"),
     Hook("fully_async", "verl.experimental.fully_async_policy.message_queue", fully_async.install, since="0.8.0"),
     Hook("fully_async", "verl.experimental.agent_loop.agent_loop", fully_async.install_agent_loop, since="0.7.1"),
-    Hook("sft", "verl.utils.checkpoint.checkpoint_handler", sft.install, since="0.7.1"),
+    Hook("sft", "verl.utils.checkpoint.checkpoint_handler", sft.install),
     Hook("data_metrics", "verl.trainer.ppo.metric_utils", data_metrics.install),
     Hook("advantage", "verl.trainer.ppo.ray_trainer", advantage.install),
     Hook("engine", "verl.workers.engine_workers", engine.install, since="0.7.0"),
