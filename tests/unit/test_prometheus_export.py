@@ -21,10 +21,11 @@ from opentelemetry.metrics import Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
+from otlp_server import Server
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from verl_otel.export import prometheus, providers, targets
+from verl_otel.export import otlp, prometheus, providers, targets
 from verl_otel.export.prometheus import PrometheusReader
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -580,17 +581,19 @@ def test_what_is_added_to_exports_is_scraped_too(root, monkeypatch):
 
 
 def test_prometheus_and_otlp_both_get_the_metrics(monkeypatch):
-    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "otlp,prometheus")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    provider = providers._meter_provider(Resource(ATTRIBUTES))
-    # Prometheus' first: the shutdown of the other waits for a Collector that may be away.
-    assert [type(reader) for reader in provider._metric_readers] == [PrometheusReader, PeriodicExportingMetricReader]
-    provider.get_meter("test").create_gauge("verl.training.step").set(1)
-    reader = provider._metric_readers[0]
-    assert values(get(reader.address()))["verl_training_step"] == 1
-    for each in provider._metric_readers:
-        each._shutdown = True  # nothing is to be sent to an endpoint that is not there
-    reader.shutdown()
+    monkeypatch.setattr(otlp, "_outbox", None)
+    with Server() as server:
+        monkeypatch.setenv("OTEL_METRICS_EXPORTER", "otlp,prometheus")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", server.url)
+        provider = providers._meter_provider(Resource(ATTRIBUTES))
+        # Prometheus' first: the shutdown of the other waits for a Collector that may be away.
+        kinds = [type(reader) for reader in provider._metric_readers]
+        assert kinds == [PrometheusReader, PeriodicExportingMetricReader]
+        provider.get_meter("test").create_gauge("verl.training.step").set(1)
+        assert values(get(provider._metric_readers[0].address()))["verl_training_step"] == 1
+        provider.shutdown()
+        otlp.close(10)
+        assert server.items("metrics") > 0
 
 
 def test_without_the_package_there_is_one_warning_that_says_what_to_install(monkeypatch, caplog):
