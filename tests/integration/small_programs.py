@@ -11,8 +11,11 @@ import importlib.metadata
 import os
 import sys
 
+import numpy as np
 import ray
+import torch
 from omegaconf import OmegaConf
+from verl import DataProto
 from verl.experimental.agent_loop import agent_loop
 from verl.utils.profiler import marked_timer, simple_timer
 from verl.utils.tracking import Tracking
@@ -33,6 +36,10 @@ class SmallAgentLoopWorker(base):
     async def generate_sequences(self):
         await asyncio.gather(*(self.run(sample) for sample in range(2)))
 
+    def one_sample(self):
+        """As verl hands it to the reward worker."""
+        return DataProto.from_single_dict({"responses": torch.zeros(1, 1), "data_source": np.array(["small"], object)})
+
     async def run(self, sample):
         with agent_loop.rollout_trace_attr(
             step=STEP, sample_index=sample, rollout_n=0, name="agent_loop", validate=False
@@ -44,7 +51,7 @@ class SmallAgentLoopWorker(base):
             with simple_timer("generate_sequences", {}):
                 await asyncio.sleep(0.02)
             if self.reward_worker is not None:
-                await self.reward_worker.compute_score.remote([sample])
+                await self.reward_worker.compute_score.remote(self.one_sample())
 
 
 if WITH_REWARD_LOOP:

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_otel.tracing.trajectories import About
-
 
 def make(memory, per_step=4, run=None):
     with pytest.MonkeyPatch.context() as environ:
@@ -30,7 +28,7 @@ def inside(t, opened):
 
 @contextlib.contextmanager
 def trajectory(t, step=5, sample=0, validate=False, **about):
-    with inside(t, t.enter_about(About(**about))), inside(t, t.enter(step, sample, 0, validate)) as opened:
+    with inside(t, t.enter_about(**about)), inside(t, t.enter(step, sample, 0, validate)) as opened:
         yield opened
 
 

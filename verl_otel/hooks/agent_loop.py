@@ -11,7 +11,6 @@ from typing import Any
 from verl_otel import border, telemetry
 from verl_otel.hooks.closing import closing
 from verl_otel.hooks.patches import Patches
-from verl_otel.tracing.trajectories import About
 
 
 def install(module: ModuleType, patches: Patches) -> None:
@@ -23,21 +22,22 @@ def install(module: ModuleType, patches: Patches) -> None:
         t = telemetry.current()
         if t is None:
             return await original(self, *args, **kwargs)
-        with closing(t.trajectories.leave, t.trajectories.enter_about(_about(self, kwargs))):
+        with closing(t.trajectories.leave, t.trajectories.enter_about(**_about(self, kwargs))):
             return await original(self, *args, **kwargs)
 
     patches.set(worker, "_run_agent_loop", _run_agent_loop)
 
 
-def _about(worker: Any, arguments: dict[str, Any]) -> About:
+def _about(worker: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `verl_otel.tracing.trajectories.About`."""
     try:
         source, session = arguments.get("data_source"), arguments.get("session_id")
-        return About(
-            agent=str(arguments["agent_name"]),
-            data_source=None if source is None else str(source)[:200],
-            session=session if isinstance(session, int) else None,  # V1; before, `rollout_n` says it
-            decode=getattr(getattr(worker, "tokenizer", None), "decode", None),
-        )
+        return {
+            "agent": str(arguments["agent_name"]),
+            "data_source": None if source is None else str(source)[:200],
+            "session": session if isinstance(session, int) else None,  # V1; before, `rollout_n` says it
+            "decode": getattr(getattr(worker, "tokenizer", None), "decode", None),
+        }
     except Exception:
         border.caught("reading what an agent loop is to do")
-        return About()
+        return {}

@@ -141,9 +141,9 @@ class Trajectories:
 
     # ---- what hooks tell --------------------------------------------------------------------------------------------
 
-    def enter_about(self, about: About) -> Part | None:
-        """Say what is known of the trajectory that begins next in this context."""
-        return Part(None, otel_context.attach(otel_context.set_value(_ABOUT, about)))
+    def enter_about(self, **about: Any) -> Part | None:
+        """Say what is known (the fields of `About`) of the trajectory that begins next in this context."""
+        return Part(None, otel_context.attach(otel_context.set_value(_ABOUT, About(**about))))
 
     def enter(self, step: Any, sample: Any, rollout: Any, validate: Any) -> Trajectory | None:
         """Open a trajectory that step number `step` scheduled."""
