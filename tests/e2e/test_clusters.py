@@ -59,7 +59,7 @@ def two_runs(tmp_path_factory, stack, fork_server):
                 *bed.FAST_SAMPLER,
                 "trainer.use_v1=False",
                 "trainer.val_before_train=False",
-                "trainer.project_name=alpha",
+                "trainer.project_name=shared-cluster",
                 "trainer.experiment_name=same",
             ],
             ranks=1,

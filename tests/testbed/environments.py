@@ -46,7 +46,7 @@ class Environment:
     def assets(self) -> Path:
         """The tiny model, tokenizer and data, made once: transformers 4 cannot read what transformers 5 has written."""
         folder = self.python.parents[1] / "testbed-assets"
-        if not (folder / "test.parquet").exists():
+        if not (folder / "sft.parquet").exists():  # the last one that is made
             subprocess.run([self.python, BED / "make_assets.py", folder], check=True, stdout=subprocess.DEVNULL)
         return folder
 

@@ -31,9 +31,7 @@ def install(module: ModuleType, patches: Patches) -> None:
 
 
 def install_agent_loop(module: ModuleType, patches: Patches) -> None:
-    worker = getattr(module, "AgentLoopWorker", None)
-    if not isinstance(worker, type):  # before 0.7.1, without fully_async
-        return
+    worker = module.AgentLoopWorker
     original = worker.__init__
 
     @functools.wraps(original)
