@@ -10,7 +10,7 @@ from pythons import PINNED, python
 
 UV = HERE.python.parent / "uv"
 TESTS = (
-    *("recorder", "propagation", "steps", "workers", "patches", "ids", "ranks", "step_values", "files", "ray_init"),
+    *("recorder", "propagation", "steps", "workers", "patches", "ids", "ranks", "step_values", "files"),
     "config_identity",
 )
 MORE = ("numpy", "orjson", "packaging", "pytest", "pytest-timeout", "hypothesis")
