@@ -94,7 +94,6 @@ RANKS_PREFIX = "verl.ranks."
 # Metrics
 VERL_KEY = "verl.key"
 METRIC = "metric"
-KL_TYPE = "verl.kl.type"
 VALUE_KIND = "verl.value.kind"
 SIGNAL = "verl.otel.signal"
 REASON = "verl.otel.reason"
