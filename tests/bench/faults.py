@@ -1,9 +1,11 @@
 """50 steps against each misbehaving endpoint, and how long the process then takes to end. Aim: within 5 % of the time
 without telemetry; 5 s.
 
-Each training is a process of its own; every third one is without telemetry. The ratio is that of the medians of all
-steps; what a step costs more does not depend on how long it is. Argument: number of rounds (default 1; each takes
-seven minutes).
+These machines are not the same for a minute, so each training has a twin without telemetry beside it, and the two take
+turns of five steps; the ratio is the median of those of the turns. What telemetry costs in CPU time, in all threads and
+in the turns of the twin as well, stands beside it: it does not depend on how long a step is.
+
+Argument: seconds of a step (default 0.5; all endpoints then take twelve minutes).
 """
 
 import atexit
@@ -14,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "testbed"))
@@ -23,8 +25,8 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 import numpy as np
 from otlp_server import FAULTS, Server
 
-STEPS, WORK = 50, 0.5
-"""Steps of a training, and the seconds that each computes, still less than real ones."""
+STEPS, TURN = 50, 5
+"""Steps of a training, and how many of them are a turn."""
 
 WITHOUT = "without telemetry"
 MATRIX = np.random.default_rng(0).random((160, 160))
@@ -36,8 +38,11 @@ def compute(repeat):
         sum(i * i for i in range(2000))  # what needs the interpreter
 
 
-def train(repeat):
-    """50 steps of one stage and 100 values; prints how long each took, and at the end what became of its telemetry."""
+def train(repeat, turns, done):
+    """Steps of one stage and 100 values, five of them for each byte that comes.
+
+    Prints the seconds of each turn, and at the end what became of its telemetry.
+    """
     from verl.utils.profiler import marked_timer
     from verl.utils.tracking import Tracking
 
@@ -49,89 +54,104 @@ def train(repeat):
     atexit.register(print_end)
     tracking = Tracking("bench", "faults", default_backend=[], config={})
     values = {f"group_{i % 7}/metric_{i}": float(i) for i in range(100)}
-    seconds = []
-    for step in range(1, STEPS + 1):
+    seconds, cpu = [], time.process_time()
+    for first in range(1, STEPS + 1, TURN):
+        os.read(turns, 1)
         start = time.perf_counter()
-        timing = {}
-        with marked_timer("step", timing), marked_timer("update_actor", timing):
-            compute(repeat)
-        tracking.log(data={"training/global_step": step, **values}, step=step)
+        for step in range(first, first + TURN):
+            timing = {}
+            with marked_timer("step", timing), marked_timer("update_actor", timing):
+                compute(repeat)
+            tracking.log(data={"training/global_step": step, **values}, step=step)
         seconds.append(time.perf_counter() - start)
-    print(json.dumps({"seconds": seconds, "end": time.time()}), flush=True)
+        os.write(done, b".")
+    os.read(turns, 1)
+    print(json.dumps({"seconds": seconds, "cpu": time.process_time() - cpu, "end": time.time()}), flush=True)
 
 
-class Seen:
-    """What was seen of one endpoint, in all rounds."""
+class Training:
+    """A training in a forked process, which has imported verl already."""
 
-    def __init__(self):
-        self.seconds, self.exits, self.counts = [], [], Counter()
-
-
-def run(fault, folder, repeat, seen):
-    """Train in a forked process, which has imported verl already."""
-    output = Path(folder) / "output"
-    with Server() as server:
-        child = os.fork()
-        if child == 0:
+    def __init__(self, folder, repeat, endpoint):
+        """`endpoint` None: without telemetry."""
+        self.output = Path(folder) / ("with" if endpoint is not None else "without")
+        turns, self._turns = os.pipe()
+        self._done, done = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._turns)  # so that it ends with the parent
             atexit._clear()  # what is registered is the parent's
             for descriptor in (1, 2):
-                os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), descriptor)
+                os.dup2(os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), descriptor)
             os.chdir(folder)
-            if fault != WITHOUT:
-                os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = server.url_of(fault)
+            if endpoint is not None:
+                os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
                 from verl_otel import VerlInstrumentor
 
                 VerlInstrumentor().instrument(skip_dep_check=True)
-            train(repeat)
+            train(repeat, turns, done)
             atexit._run_exitfuncs()  # as at the end of any process; the server of the parent is not ours to close
             os._exit(0)
-        server.url_of(fault if fault != WITHOUT else "")
-        os.waitpid(child, 0)
-    found = {}
-    for line in output.read_text().splitlines():
-        if line.startswith("{"):
-            with contextlib.suppress(ValueError):
-                found.update(json.loads(line))
-    if "left" not in found:
-        raise SystemExit(f"{fault}: {output.read_text()}")
-    seen.seconds += found["seconds"]
-    seen.exits.append(found["left"] - found["end"])
-    for _, outcome, _, items in found["counts"]:
-        seen.counts[outcome] += items
+        os.close(turns)
+        os.close(done)
+
+    def turn(self):
+        """The next steps, or after the last the end."""
+        os.write(self._turns, b".")
+        os.read(self._done, 1)
+
+    def end(self):
+        os.write(self._turns, b".")
+        os.waitpid(self._pid, 0)
+        found = {}
+        for line in self.output.read_text().splitlines():
+            if line.startswith("{"):
+                with contextlib.suppress(ValueError):
+                    found.update(json.loads(line))
+        if "left" not in found:
+            raise SystemExit(f"{self.output}: {self.output.read_text()}")
+        return found
 
 
-def main(rounds):
+def measure(fault, folder, repeat):
+    """What a training said at its end, with this endpoint and without telemetry."""
+    with Server() as server:
+        without, with_it = Training(folder, repeat, None), Training(folder, repeat, server.url_of(fault))
+        for turn in range(STEPS // TURN):
+            for training in (without, with_it) if turn % 2 else (with_it, without):
+                training.turn()
+        return without.end(), with_it.end()
+
+
+def main(work):
     import verl.utils.profiler
     import verl.utils.tracking  # noqa: F401
 
     start = time.perf_counter()
     compute(200)
-    repeat = max(1, round(200 * WORK / (time.perf_counter() - start)))
-    seen = defaultdict(Seen)
-    endpoints = ["", *FAULTS]
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(rounds):
-            for i, fault in enumerate(endpoints):
-                if i % 3 == 0:  # the machine may not be the same all the time
-                    run(WITHOUT, folder, repeat, seen[WITHOUT])
-                run(fault, folder, repeat, seen[fault])
-    base = statistics.median(seen[WITHOUT].seconds)
-    columns = (("50 steps s", 11), ("ratio", 8), ("+ ms/step", 11), ("exit s", 8))
+    repeat = max(1, round(200 * work / (time.perf_counter() - start)))
+    columns = (("s/step", 9), ("with", 9), ("ratio", 8), ("+ cpu ms", 10), ("exit s", 8))
     columns += (("delivered", 11), ("spooled", 9), ("dropped", 9))
-    print(f"\n{'endpoint':<20}" + "".join(f"{name:>{width}}" for name, width in columns))
-    for fault in (WITHOUT, *endpoints):
-        one = seen[fault]
-        middle = statistics.median(one.seconds)
-        kept = one.counts["spooled"] - one.counts["replayed"]
-        row = (
-            f"{middle * STEPS:.2f}",
-            f"{middle / base:.3f}",
-            f"{1000 * (middle - base):.1f}",
-            f"{max(one.exits):.2f}",
+    print(f"\n{'endpoint':<20}" + "".join(f"{name:>{width}}" for name, width in columns), flush=True)
+    for fault in ("", *FAULTS):
+        with tempfile.TemporaryDirectory() as folder:
+            without, with_it = measure(fault, folder, repeat)
+        ratios = [one / base for base, one in zip(without["seconds"], with_it["seconds"], strict=True)]
+        counts = Counter()
+        for _, outcome, _, items in with_it["counts"]:
+            counts[outcome] += items
+        row = [f"{statistics.median(one['seconds']) / TURN:.3f}" for one in (without, with_it)]
+        row += [
+            f"{statistics.median(ratios):.3f}",
+            f"{1000 * (with_it['cpu'] - without['cpu']) / STEPS:.1f}",
+            f"{with_it['left'] - with_it['end']:.2f}",
+        ]
+        row += [counts["delivered"], counts["spooled"] - counts["replayed"], counts["dropped"]]
+        print(
+            f"{fault or 'well':<20}" + "".join(f"{x:>{width}}" for x, (_, width) in zip(row, columns, strict=True)),
+            flush=True,
         )
-        row += (one.counts["delivered"], kept, one.counts["dropped"])
-        print(f"{fault or 'well':<20}" + "".join(f"{x:>{width}}" for x, (_, width) in zip(row, columns, strict=True)))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    main(float(sys.argv[1]) if len(sys.argv) > 1 else 0.5)

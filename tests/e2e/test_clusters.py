@@ -113,9 +113,8 @@ def test_each_has_its_own_whole_traces(recordings):
 def test_each_has_its_own_step_events_as_verl_printed_them(recordings, two_runs):
     _, found = two_runs
     for name in RUNS:
-        events = recordings[name].events_named("verl.step")
-        assert {e.attributes["verl.run.id"] for e in events} == {name}
-        bodies = {e.attributes["verl.step.number"]: e.body for e in events}
+        assert {e.attributes["verl.run.id"] for e in recordings[name].events_named("verl.step")} == {name}
+        bodies = recordings[name].step_values()
         printed = found[name].printed()
         assert sorted(bodies) == sorted(printed) == [1, 2, 3, 4]
         for step, values in printed.items():

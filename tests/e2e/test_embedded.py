@@ -66,7 +66,7 @@ def test_set_up_and_validation_before_training_are_visible(plain):
 
 def test_step_events_are_what_verl_printed(plain, plain_run):
     printed = plain_run.printed()
-    events = {e.attributes["verl.step.number"]: e.body for e in plain.events_named("verl.step")}
+    events = plain.step_values()
     assert sorted(events) == [0, 1, 2, 3, 4]
     verls = {step: sorted(key for key in body if not key.startswith("verl.")) for step, body in events.items()}
     assert {step: sorted(keys) for step, keys in printed.items()} == verls

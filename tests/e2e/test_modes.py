@@ -48,11 +48,10 @@ def assert_whole(mode, last_step, allowed_roots):
 def assert_events_are_what_verl_printed(mode):
     """Every value that verl logged is in an event of its step, and of several calls for one step nothing is lost."""
     printed = mode.run.printed()
-    logged = {}
-    for event in mode.events:
-        values = {key: value for key, value in event.body.items() if not key.startswith("verl.")}
-        step = logged.setdefault(event.attributes["verl.step.number"], {})
-        step.update(values)
+    logged = {
+        step: {key: value for key, value in values.items() if not key.startswith("verl.")}
+        for step, values in mode.recording.step_values().items()
+    }
     assert {step: sorted(values) for step, values in printed.items()} == {
         step: sorted(values) for step, values in logged.items() if values
     }

@@ -77,7 +77,7 @@ def assert_recorded(run, recording, version, calls, ranks=("0",)):
     assert sorted(steps) == [1, 2] and set(printed) == {0, 1, 2}
     for number, trace in steps.items():
         assert_stages(trace, printed[number], calls, ranks)
-    events = {event.attributes["verl.step.number"]: event.body for event in recording.events_named("verl.step")}
+    events = recording.step_values()
     for number, values in printed.items():
         assert len(values) > (0 if number == 0 else 50)
         assert {key: events[number][key] for key in values} == pytest.approx(values, rel=1e-12, nan_ok=True)

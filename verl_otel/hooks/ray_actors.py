@@ -81,7 +81,7 @@ def _wrap_calls(actor_method: Any, patches: Patches) -> None:
                     called = None if _is_plumbing(self._method_name) else (_actor_of(self), kind)
                 if self._method_name.endswith("save_checkpoint"):
                     _saving(*(args or ()), **(kwargs or {}))
-            elif self._method_name == "do_validate":
+            elif self._method_name == "reset_staleness":
                 _tell_validator(_actor_of(self))
         except Exception:
             border.caught("passing the trace context to an actor")
@@ -117,7 +117,11 @@ def _will_report(actor: Any, kind: str, method: str) -> None:
 
 
 def _tell_validator(rollouter: Any) -> None:
-    """fully_async's rollouter, whose class travels by value without our wrapper, is about to be called to validate."""
+    """fully_async's rollouter, whose class travels by value without our wrapper, has new weights; it may validate them.
+
+    Told here and not with the call to validate: Ray may run calls of an async actor in another order, and the trainer
+    waits for the answer to this one before it asks for the validation.
+    """
     t = telemetry.peek()
     if t is not None and t.identity.role == TRAINER:
         rollouter.__ray_call__.remote(_will_validate, propagation.inject(t.steps.current_context()))

@@ -73,6 +73,14 @@ class Recording:
         """The events of that name, in order of time."""
         return sorted((e for e in self.events if e.name == name), key=lambda e: e.time)
 
+    def step_values(self) -> dict[int, dict[str, Any]]:
+        """Step number -> the values of its events, of which there may be several: what came late has one of its own."""
+        values: dict[int, dict[str, Any]] = {}
+        for event in self.events_named(attr.EVENT_STEP):
+            if attr.STEP_NUMBER in event.attributes:
+                values.setdefault(event.attributes[attr.STEP_NUMBER], {}).update(event.body)
+        return values
+
     def runs(self) -> list[str]:
         """Run ids, in order of their first record."""
         first: dict[str, int] = {}
