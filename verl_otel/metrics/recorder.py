@@ -114,9 +114,11 @@ class Recorder:
             self._instruments.set(series.metric, series.attributes, number)
         epoch = body.get("training/epoch")
         self._step_values.collect()
-        self._background.hold(self._step_values.complete, WAIT_FOR_VALUES, self._emit, logged, step, epoch, body)
-        # Metrics need not wait for the event.
-        self._on_recorded()
+        if self._step_values.complete():
+            self._emit(logged, step, epoch, body)
+        else:
+            self._background.hold(self._step_values.complete, WAIT_FOR_VALUES, self._emit, logged, step, epoch, body)
+            self._on_recorded()  # metrics need not wait for the event
 
     def _emit(self, logged: Logged, step: int | None, epoch: Any, body: dict[str, float | int]) -> None:
         taken = self._step_values.take(step, epoch)
