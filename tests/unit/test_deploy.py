@@ -80,7 +80,8 @@ CONFIGURATIONS = sorted(
     path
     for folder in (COLLECTOR, DEPLOY)
     for path in folder.rglob("*.yaml")
-    if path.name != "builder.yaml" and path.parent.name != "alertmanager" and {"receivers", "extensions"} & set(load(path))
+    if path.name != "builder.yaml" and path.parent.name != "alertmanager"
+    if {"receivers", "extensions"} & set(load(path))
 )
 
 
