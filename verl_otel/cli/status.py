@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
 def show(stack: Stack) -> bool:
     """Print a line for each program; returns whether all of them answer."""
     failed = []
-    print(f"{'':<14}{'':<17}{'pid':<9}{'answers at':<42}log")
+    print(f"{'':<14}{'':<17}{'pid':<9}{'where':<26}log")
     for name in SERVICES:
         if stack.runs(name):
             found = "runs" if stack.answers(name) else "does not answer"
@@ -55,7 +55,7 @@ def show(stack: Stack) -> bool:
             found, pid = "has ended", "-"
         if found != "runs":
             failed.append(name)
-        print(f"{name:<14}{found:<17}{pid:<9}{stack.health(name):<42}{stack.log(name)}")
+        print(f"{name:<14}{found:<17}{pid:<9}{stack.url(SERVICES[name].port):<26}{stack.log(name)}")
     for name in failed:
         print(f"\nthe end of {stack.log(name)}:")
         print("\n".join(f"  {line}" for line in stack.last_lines(name, 8)))

@@ -67,7 +67,8 @@ class Stack:
 
     def health(self, name: str) -> str:
         """The URL that answers when a service is up."""
-        return self.url(SERVICES[name].port) + SERVICES[name].health
+        port, _, path = SERVICES[name].health.partition("/")
+        return f"{self.url(port)}/{path}"
 
     def runs(self, name: str) -> bool:
         """Whether there is a process for a service; it may hang."""
