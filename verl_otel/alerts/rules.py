@@ -12,7 +12,7 @@ Three things hold for all expressions:
 One alert stands for one cause: values are joined over ranks and processes; which ranks, its description says.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,8 @@ class Alert:
     description: str
     value: str
     of_run: bool = True
+    component: str = ""
+    """A label that tells it from the alert of the same name about runs."""
 
 
 class Parameters:
@@ -528,6 +530,7 @@ def _alerts() -> Iterable[Alert]:
         "{{ $value | humanize }} items for {{ $labels.exporter }} were refused by it, or did not fit into its queue.",
         "{{ $value | humanize }}",
         of_run=False,
+        component="collector",
     )
     yield Alert(
         "VerlCollectorQueueFilling",
@@ -557,35 +560,42 @@ def generate(thresholds: Thresholds) -> str:
 
 
 def _rules_of(alert: Alert, thresholds: Thresholds) -> Iterable[dict[str, Any]]:
-    """One rule for all projects but those with parameters of their own, and one for each of these."""
+    """One rule: its expression has an alternative for the projects without parameters of their own, and one for each
+    of the others. (More than one rule where severity or `for` differ.)"""
     own = {project: changed[alert.name] for project, changed in thresholds.projects.items() if alert.name in changed}
     if not alert.of_run:
         own = {}
     others = f"verl_project_name!~{_quoted('|'.join(map(_escaped, own)))}" if own else ""
     cases = [(thresholds.alerts[alert.name], others)]
     cases += [(values, f"verl_project_name={_quoted(project)}") for project, values in own.items()]
+    expressions: dict[tuple[str, str], list[str]] = {}
     for values, projects in cases:
         if values is None:
             continue
         expression = alert.expression(Parameters(thresholds.run, values, projects))
         if not expression:
             raise BadThresholds(f"{alert.name}: all its limits are off; turn the alert off instead: {alert.name}: off")
-        links = thresholds.links
-        annotations = {
-            "summary": alert.summary,
-            "description": alert.description,
-            "value": alert.value,
-            "runbook_url": links["runbook"].replace("{alert}", alert.name),
-        }
-        if alert.of_run:
-            annotations |= {f"{kind}_url": links[kind] for kind in ("dashboard", "trace", "mlflow")}
+        expressions.setdefault((values["severity"], values["for"]), []).append(expression)
+    for (severity, lasting), alternatives in expressions.items():
         yield {
             "alert": alert.name,
-            "expr": expression,
-            "for": values["for"],
-            "labels": {"severity": values["severity"]},
-            "annotations": {name: text for name, text in annotations.items() if text},
+            "expr": alternatives[0] if len(alternatives) == 1 else "\nor\n".join(f"({one})" for one in alternatives),
+            "for": lasting,
+            "labels": {"severity": severity, **({"component": alert.component} if alert.component else {})},
+            "annotations": _annotations(alert, thresholds.links),
         }
+
+
+def _annotations(alert: Alert, links: Mapping[str, str]) -> dict[str, str]:
+    texts = {
+        "summary": alert.summary,
+        "description": alert.description,
+        "value": alert.value,
+        "runbook_url": links["runbook"].replace("{alert}", alert.name),
+    }
+    if alert.of_run:
+        texts |= {f"{kind}_url": links[kind] for kind in ("dashboard", "trace", "mlflow")}
+    return {name: text for name, text in texts.items() if text}
 
 
 def _escaped(project: str) -> str:

@@ -8,7 +8,9 @@ from typing import Any
 
 import yaml
 
-SHIPPED = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "thresholds.yaml"
+from verl_otel.stack.configuration import DEPLOY
+
+SHIPPED = DEPLOY / "prometheus" / "thresholds.yaml"
 
 SEVERITIES = ("critical", "warning", "info")
 
