@@ -254,14 +254,14 @@ def _reward_flat(p: Parameters) -> str:
 def _reward_collapsed(p: Parameters) -> str:
     reward, by = p.series("verl.reward.mean", ALL_RANKS), f"max by ({RUN}, stage)"
     recent = f"{by} (avg_over_time({reward}[{p['window']}]))"
-    before = f"{reward}[{p['baseline']}] offset {p['window']}"
-    usual, deviation = f"{by} (avg_over_time({before}))", f"{by} (stddev_over_time({before}))"
+    # Quantiles, and from before: what is usual must not follow the fall at once.
+    before = f"{reward}[{p['baseline']}] offset {p['before']}"
+    usual, low = f"{by} (quantile_over_time(0.5, {before}))", f"{by} (quantile_over_time(0.1, {before}))"
     drop = f"{usual} - {recent}"
-    far = p.above("deviations", drop, deviation)
+    far = p.above("times_spread", drop, f"({usual} - {low})")
     # The value of the alert is the reward, whichever limit it is under.
     relative = far and f"({recent} and ({far} and {drop} > {p['share']} * abs({usual})))"
-    below = _any(relative, p.below("reward", recent))
-    return _and(below, p.settled)
+    return _and(_any(relative, p.below("reward", recent)), p.settled)
 
 
 def _zero_variance_groups(p: Parameters) -> str:
