@@ -12,7 +12,7 @@ Three things hold for all expressions:
 One alert stands for one cause: values are joined over ranks and processes; which ranks, its description says.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -344,10 +344,12 @@ def _listing(query: str, line: str, limit: int = 5) -> str:
     """A template that asks Prometheus, and has a line for each of the largest series of the answer.
 
     Args:
-        query: with `%[1]q` for the run's id; quotes in it are single ones.
+        query: with `%[1]q` for the run's id, `%[2]q` for the worker group, and `[fresh]`, `[remember]` for durations;
+            quotes in it are single ones.
         line: with `.Labels` and `.Value`.
     """
-    return f'{{{{ range printf "topk({limit}, {query})" $labels.verl_run_id | query }}}} {line};{{{{ end }}}}'
+    given = "$labels.verl_run_id" + (" $labels.verl_worker_group" if "%[2]q" in query else "")
+    return f'{{{{ range printf "topk({limit}, {query})" {given} | query }}}} {line};{{{{ end }}}}'
 
 
 def _alerts() -> Iterable[Alert]:
@@ -356,8 +358,9 @@ def _alerts() -> Iterable[Alert]:
     non_finite, duration = metric("verl.metric.non_finite"), metric("verl.worker.duration")
     start, straggler = metric("verl.process.start_time"), metric("verl.worker.straggler")
     memory, exported = metric("hw.gpu.memory.utilization"), metric("verl.otel.exported")
-    gpu = "GPU {{ $labels.hw_id }} of {{ $labels.host_name }}"
+    gpu = "{{ $labels.hw_id }} of {{ $labels.host_name }}"
     of_run = "verl_run_id=%[1]q"
+    of_group = f"{start}{{{of_run},verl_worker_group=%[2]q}}"
     yield Alert(
         "VerlRunHung",
         _run_hung,
@@ -376,8 +379,8 @@ def _alerts() -> Iterable[Alert]:
         "VerlThroughputLow",
         _throughput_low,
         f"{run}: throughput is low",
-        "{{ $value | humanize }} tokens per second and GPU on average.",
-        "{{ $value | humanize }} tokens/s",
+        "{{ $value | printf `%.4g` }} tokens per second and GPU on average.",
+        "{{ $value | printf `%.4g` }} tokens/s",
     )
     yield Alert(
         "VerlStepTimeHigh",
@@ -389,10 +392,10 @@ def _alerts() -> Iterable[Alert]:
     yield Alert(
         "HighKLDivergence",
         _kl_high,
-        f"{run}: KL divergence ({{{{ $labels.verl_kl_type }}}}) is {{{{ $value | humanize }}}}",
-        "The KL divergence of the kind {{ $labels.verl_kl_type }} is outside its band, at {{ $value | humanize }} "
+        f"{run}: KL divergence ({{{{ $labels.verl_kl_type }}}}) is {{{{ $value | printf `%.3g` }}}}",
+        "The KL divergence of the kind {{ $labels.verl_kl_type }} is outside its band, at {{ $value | printf `%.3g` }} "
         "(its amount).",
-        "{{ $value | humanize }}",
+        "{{ $value | printf `%.3g` }}",
     )
     yield Alert(
         "VerlClipFractionHigh",
@@ -405,40 +408,41 @@ def _alerts() -> Iterable[Alert]:
     yield Alert(
         "VerlValueErrorHigh",
         _value_error_high,
-        f"{run}: the critic's loss is {{{{ $value | humanize }}}}",
-        "The loss of the value function is {{ $value | humanize }}, above its limit or a multiple of what is usual in "
-        "this attempt: advantages are noise while the critic is wrong.",
-        "{{ $value | humanize }}",
+        f"{run}: the critic's loss is {{{{ $value | printf `%.3g` }}}}",
+        "The loss of the value function is {{ $value | printf `%.3g` }}, above its limit or a multiple of what is "
+        "usual in this attempt: advantages are noise while the critic is wrong.",
+        "{{ $value | printf `%.3g` }}",
     )
     yield Alert(
         "VerlEntropyCollapse",
         _entropy_collapse,
-        f"{run}: entropy has fallen to {{{{ $value | humanize }}}}",
-        "The policy's entropy is {{ $value | humanize }}: it hardly explores any more.",
-        "{{ $value | humanize }}",
+        f"{run}: entropy has fallen to {{{{ $value | printf `%.3g` }}}}",
+        "The policy's entropy is {{ $value | printf `%.3g` }}: it hardly explores any more.",
+        "{{ $value | printf `%.3g` }}",
     )
     yield Alert(
         "VerlRewardFlat",
         _reward_flat,
         f"{run}: the mean reward does not move",
-        "It was the same in each of the last steps (they differ by {{ $value | humanize }}), which not even noise "
+        "It was the same in each of the last steps (they differ by {{ $value | printf `%.3g` }}), which not even noise "
         "explains: look at the reward function.",
-        "{{ $value | humanize }}",
+        "{{ $value | printf `%.3g` }}",
     )
     yield Alert(
         "VerlRewardCollapsed",
         _reward_collapsed,
-        f"{run}: the mean reward has fallen to {{{{ $value | humanize }}}}",
-        "It is {{ $value | humanize }}, far below what it was in this attempt before.",
-        "{{ $value | humanize }}",
+        f"{run}: the mean reward has fallen to {{{{ $value | printf `%.3g` }}}}",
+        "It is {{ $value | printf `%.3g` }}, far below what it was in this attempt before.",
+        "{{ $value | printf `%.3g` }}",
     )
     yield Alert(
         "VerlZeroVarianceGroups",
         _zero_variance_groups,
         f"{run}: {{{{ $value | humanizePercentage }}}} of groups teach nothing",
         "All samples of {{ $value | humanizePercentage }} of the groups have the same reward, so that their advantages "
-        "are 0." + _listing(f"{metric('verl.group.all_right')}{{{of_run}}}", "all right: {{ .Value }}", 1)
-        + _listing(f"{metric('verl.group.all_wrong')}{{{of_run}}}", "all wrong: {{ .Value }}", 1),
+        "are 0."
+        + _listing(f"{metric('verl.group.all_right')}{{{of_run}}}", "all right: {{ .Value | printf `%.3g` }}", 1)
+        + _listing(f"{metric('verl.group.all_wrong')}{{{of_run}}}", "all wrong: {{ .Value | printf `%.3g` }}", 1),
         "{{ $value | humanizePercentage }}",
     )  # fmt: skip
     yield Alert(
@@ -456,10 +460,11 @@ def _alerts() -> Iterable[Alert]:
         "VerlRankMissing",
         _rank_missing,
         f"{run}: {{{{ $value }}}} ranks of {{{{ $labels.verl_worker_group }}}} send nothing any more",
-        "Training goes on, or waits for them. Last seen:"
+        "Training goes on, or waits for them:"
         + _listing(
-            f"max by (rank, host_name) (timestamp(last_over_time({start}{{{of_run}}}[6h])) < time() - 120)",
-            "rank {{ .Labels.rank }} on {{ .Labels.host_name }}",
+            f"max by (rank, host_name) (last_over_time({of_group}[remember])) "
+            f"unless on (rank) max by (rank) (last_over_time({of_group}[fresh]))",
+            "rank {{ .Labels.rank }}, last on {{ .Labels.host_name }}",
         ),
         "{{ $value }} ranks",
     )
@@ -467,15 +472,15 @@ def _alerts() -> Iterable[Alert]:
         "VerlStraggler",
         _straggler,
         f"{run}: one rank is slower than the others",
-        "The slowest rank takes {{ $value | humanize }} times the median."
-        + _listing(f"{straggler}{{{of_run},rank='all'}}", "{{ .Labels.verl_timer }}: {{ .Value | humanize }}")
+        "The slowest rank takes {{ $value | printf `%.3g` }} times the median."
+        + _listing(f"{straggler}{{{of_run},rank='all'}}", "{{ .Labels.verl_timer }}: {{ .Value | printf `%.3g` }}")
         + " Most time since the start:"
         + _listing(
             f"sum by (rank, host_name) ({duration}_sum{{{of_run},stage=~'log_prob|values|update'}})",
             "rank {{ .Labels.rank }} on {{ .Labels.host_name }}: {{ .Value | humanizeDuration }}",
             3,
         ),
-        "{{ $value | humanize }}",
+        "{{ $value | printf `%.3g` }}",
     )
     yield Alert(
         "VerlGpuMemoryHigh",
@@ -500,9 +505,9 @@ def _alerts() -> Iterable[Alert]:
         "VerlGpuEccErrors",
         _gpu_ecc_errors,
         f"{gpu} has uncorrected memory errors",
-        f"{gpu}, which {run} uses, had {{{{ $value | humanize }}}} uncorrected ECC errors: its results cannot be "
+        f"{gpu}, which {run} uses, had {{{{ $value | printf `%.0f` }}}} uncorrected ECC errors: its results cannot be "
         "trusted.",
-        "{{ $value | humanize }}",
+        "{{ $value | printf `%.0f` }}",
     )
     yield Alert(
         "VerlGpuXid",
@@ -515,20 +520,21 @@ def _alerts() -> Iterable[Alert]:
         "VerlTelemetryLoss",
         _telemetry_loss,
         f"{run}: telemetry is lost",
-        "{{ $value | humanize }} spans, points and events were dropped, or parts of verl-otel have failed. Dropped "
-        "since the start:"
+        "{{ $value | printf `%.3g` }} spans, points and events were dropped, or parts of verl-otel have failed. "
+        "Dropped since the start:"
         + _listing(
             f"sum by (verl_otel_signal, verl_otel_reason) ({exported}{{{of_run},verl_otel_outcome='dropped'}})",
             "{{ .Labels.verl_otel_signal }} ({{ .Labels.verl_otel_reason }}): {{ .Value }}",
         ),
-        "{{ $value | humanize }}",
+        "{{ $value | printf `%.3g` }}",
     )
     yield Alert(
         "VerlTelemetryLoss",
         _collector_loss,
         "The Collector {{ $labels.instance }} loses telemetry",
-        "{{ $value | humanize }} items for {{ $labels.exporter }} were refused by it, or did not fit into its queue.",
-        "{{ $value | humanize }}",
+        "{{ $value | printf `%.3g` }} items for {{ $labels.exporter }} were refused by it, or did not fit into its "
+        "queue.",
+        "{{ $value | printf `%.3g` }}",
         of_run=False,
         component="collector",
     )
@@ -582,11 +588,12 @@ def _rules_of(alert: Alert, thresholds: Thresholds) -> Iterable[dict[str, Any]]:
             "expr": alternatives[0] if len(alternatives) == 1 else "\nor\n".join(f"({one})" for one in alternatives),
             "for": lasting,
             "labels": {"severity": severity, **({"component": alert.component} if alert.component else {})},
-            "annotations": _annotations(alert, thresholds.links),
+            "annotations": _annotations(alert, thresholds),
         }
 
 
-def _annotations(alert: Alert, links: Mapping[str, str]) -> dict[str, str]:
+def _annotations(alert: Alert, thresholds: Thresholds) -> dict[str, str]:
+    links = thresholds.links
     texts = {
         "summary": alert.summary,
         "description": alert.description,
@@ -595,6 +602,9 @@ def _annotations(alert: Alert, links: Mapping[str, str]) -> dict[str, str]:
     }
     if alert.of_run:
         texts |= {f"{kind}_url": links[kind] for kind in ("dashboard", "trace", "mlflow")}
+    durations = {**thresholds.run, **(thresholds.alerts[alert.name] or {})}
+    for name in ("fresh", "remember"):
+        texts["description"] = texts["description"].replace(f"[{name}]", f"[{durations.get(name)}]")
     return {name: text for name, text in texts.items() if text}
 
 
