@@ -81,9 +81,9 @@ class Recorder:
         """Hand over one call of `Tracking.log`."""
         self._background.defer(self._record, logged)
 
-    def withdraw_last_step(self) -> None:
-        """Show no time of a last step any more: training has ended. In the background."""
-        self._instruments.withdraw(names.STEP_LAST_TIMESTAMP, _EVERY_RANK)
+    def ended(self) -> None:
+        """After all is sent: in a process that stays, no next step is late any more."""
+        self._background.defer(self._instruments.withdraw, names.STEP_LAST_TIMESTAMP, _EVERY_RANK)
 
     def finish(self) -> None:
         """At the end of training: emit what users have logged since the last step's event."""
