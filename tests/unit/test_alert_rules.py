@@ -1,4 +1,4 @@
-"""The alert rules: made of the thresholds, up to date, and tested by the real promtool in `deploy/prometheus/alerts-test`."""
+"""The alert rules: up to date, and tested by the real promtool (the cases are in `deploy/prometheus/alerts-test`)."""
 
 import re
 import subprocess
@@ -70,11 +70,13 @@ def test_the_committed_file_is_what_the_command_makes(tmp_path):
     assert made.read_text() == RULES.read_text(), "run: verl-otel alert-rules -o deploy/prometheus/alerts.yaml"
 
 
+@pytest.mark.stack
 def test_promtool_finds_nothing_to_complain_about():
     status, output = promtool("check", "rules", "--lint-fatal", str(RULES))
     assert status == 0, output
 
 
+@pytest.mark.stack
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
 def test_alerts_fire_and_are_silent_as_written(case):
     status, output = promtool("test", "rules", str(case))
@@ -111,7 +113,8 @@ def test_rules_select_only_metrics_that_exist_or_were_recorded_before():
     for rule in yaml.safe_load(RULES.read_text())["groups"][0]["rules"]:
         names = selected(rule["expr"])
         assert names
-        for query in re.findall(r'printf "topk\(\d+, (.+?)\)" \$labels', str(rule.get("annotations"))):
+        description = rule.get("annotations", {}).get("description", "")
+        for query in re.findall(r'printf "topk\(\d+, (.+?)\)" \$labels', description):
             names |= selected(query.replace("%[1]q", "'x'").replace("%[2]q", "'x'"))
         assert {name for name in names if ":" in name} <= recorded, rule
         metrics |= {name for name in names if ":" not in name and not OF_OTHERS.fullmatch(name)}
@@ -183,6 +186,7 @@ def kl_of(project):
     ]
 
 
+@pytest.mark.stack
 def test_a_project_may_have_limits_of_its_own(tmp_path):
     made = own(tmp_path, OVERRIDES)
     status, output = promtool("check", "rules", "--lint-fatal", str(made))
@@ -244,8 +248,11 @@ def test_one_alert_has_one_rule_for_all_projects_unless_they_last_or_weigh_diffe
 
 
 def test_the_patterns_of_limits_and_links_are_filled_in(tmp_path):
-    text = "run: {fresh: 90s}\nlinks: {runbook: 'https://runbooks/{alert}', mlflow: ''}\nalerts: {VerlNonFinite: {ignore: 'x.+'}}"
-    made = alerts_in(own(tmp_path, text))
+    links, alerts = (
+        "links: {runbook: 'https://runbooks/{alert}', mlflow: ''}",
+        "alerts: {VerlNonFinite: {ignore: 'x.+'}}",
+    )
+    made = alerts_in(own(tmp_path, f"run: {{fresh: 90s}}\n{links}\n{alerts}"))
     assert {alert["annotations"]["runbook_url"].rpartition("/")[2] for alert in made} == NAMES
     assert not any("mlflow_url" in alert["annotations"] for alert in made)
     (non_finite,) = [alert["expr"] for alert in made if alert["alert"] == "VerlNonFinite"]
