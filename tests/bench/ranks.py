@@ -11,6 +11,7 @@ disk while the backends are away. The results are in docs/operating.md.
 import argparse
 import hashlib
 import http.client
+import json
 import random
 import re
 import shutil
@@ -26,12 +27,11 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "deploy" / "local"), str(ROOT / "tests" / "testbed")]
-import bed  # noqa: E402
-from stack import Stack  # noqa: E402
+from verl_otel.export import otlp_json
+from verl_otel.stack.stack import Stack
 
-from verl_otel.export import otlp_json  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "testbed"))
+import bed
 
 AGENT_LOOPS = 8  # verl's default, `agent.num_workers`
 RANKS_OF_A_NODE = 8
@@ -53,7 +53,9 @@ class Template:
             for line in path.read_bytes().splitlines():
                 signal, request = otlp_json.from_line(line) or ("", None)
                 by_role.setdefault(role, {}).setdefault(signal, []).append(request)
-        steps = [span for request in by_role["trainer"]["traces"] for span in spans(request) if span.name == "verl.step"]
+        steps = [
+            span for request in by_role["trainer"]["traces"] for span in spans(request) if span.name == "verl.step"
+        ]
         self.parts: dict[str, list[tuple[str, Any]]] = {}
         self.owner: dict[bytes, str] = {}
         for role, signals in by_role.items():
@@ -262,7 +264,9 @@ def measure(template: Template, ranks: int, seconds: float, steps: int) -> None:
         drained = time.monotonic() - start - sent
         cpu, after = meter.cpu(), scraped(prometheus)
         own = scraped(f"http://127.0.0.1:{stack.ports['collector_self']}/metrics")
-        series = after["prometheus_tsdb_head_series"] - before["prometheus_tsdb_head_series"]
+        query = "count({verl_run_id!=%22%22})"
+        with urllib.request.urlopen(f"{stack.url('prometheus')}/api/v1/query?query={query}", timeout=10) as response:
+            series = int(json.load(response)["data"]["result"][0]["value"][1])
         samples = after["prometheus_tsdb_head_samples_appended_total"] - before.get(
             "prometheus_tsdb_head_samples_appended_total", 0
         )
@@ -277,7 +281,7 @@ def measure(template: Template, ranks: int, seconds: float, steps: int) -> None:
             )
         lost = sum(value for name, value in own.items() if "failed" in name and "enqueue" not in name)
         print(f"  queue empty {drained:.1f} s after the last request; failed items {lost:.0f}")
-        print(f"  Prometheus: {series:.0f} series, {samples:.0f} samples")
+        print(f"  Prometheus: {series} series, {samples:.0f} samples")
         for name in cpu:
             print(f"  {name:<10} {cpu[name] / sent:>6.3f} cores {meter.resident[name] / 2**20:>7.0f} MiB at most")
         for name in ("jaeger", "prometheus", "bridge"):

@@ -2,9 +2,9 @@
 
     python deploy/kubernetes/overlays/operator/configs.py
 
-Makes agent-config.yaml and gateway-config.yaml from collector/agent.yaml and collector/gateway.yaml. The operator reads
-ports and probes from a configuration without knowing its variables, so the addresses to listen on are written out; those
-of the destinations stay variables.
+Makes agent-config.yaml and gateway-config.yaml from collector/agent.yaml and collector/gateway.yaml. The operator
+reads ports and probes from a configuration without knowing its variables, so the addresses to listen on are written
+out; those of the destinations stay variables.
 """
 
 import re
