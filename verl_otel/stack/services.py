@@ -22,8 +22,8 @@ class Service:
     """One program.
 
     Args:
-        port: name of the port at which it answers.
-        health: path that answers when it is up.
+        port: name of the port at which it is used.
+        health: name of a port, and the path there that answers when it is up.
         start: how it is started.
     """
 
@@ -103,11 +103,11 @@ def _write(path: Path, text: str) -> Path:
 
 
 SERVICES = {
-    "mlflow": Service("mlflow", "/health", _mlflow),
-    "jaeger": Service("jaeger", "/api/v3/services", _jaeger),
-    "prometheus": Service("prometheus", "/-/ready", _prometheus),
-    "alertmanager": Service("alertmanager", "/-/ready", _alertmanager),
-    "bridge": Service("bridge", "/healthz", _bridge),
-    "collector": Service("collector_health", "", _collector),
+    "mlflow": Service("mlflow", "mlflow/health", _mlflow),
+    "jaeger": Service("jaeger", "jaeger/api/v3/services", _jaeger),
+    "prometheus": Service("prometheus", "prometheus/-/ready", _prometheus),
+    "alertmanager": Service("alertmanager", "alertmanager/-/ready", _alertmanager),
+    "bridge": Service("bridge", "bridge/healthz", _bridge),
+    "collector": Service("otlp_http", "collector_health/", _collector),
 }
 """In the order in which they are started: the destinations before the Collector."""
