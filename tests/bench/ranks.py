@@ -243,9 +243,16 @@ def scraped(url: str) -> dict[str, float]:
     return dict(found)
 
 
-def waits(stack: Stack) -> float:
-    """Items in the Collector's queues."""
-    return scraped(f"http://127.0.0.1:{stack.ports['collector_self']}/metrics").get("otelcol_exporter_queue_size", 0)
+def waits(stack: Stack) -> dict[str, float]:
+    """exporter -> items in its queues."""
+    with urllib.request.urlopen(stack.url("collector_self") + "/metrics", timeout=10) as response:
+        text = response.read().decode()
+    found: Counter[str] = Counter()
+    for exporter, value in re.findall(
+        r'^otelcol_exporter_queue_size\{.*exporter="([^"]+)".*\} (\S+)', text, re.MULTILINE
+    ):
+        found[exporter] += float(value)
+    return {exporter: value for exporter, value in found.items() if value}
 
 
 def measure(template: Template, ranks: int, seconds: float, steps: int) -> None:
@@ -258,12 +265,13 @@ def measure(template: Template, ranks: int, seconds: float, steps: int) -> None:
         start = time.monotonic()
         load.send(range(steps), seconds, meter.sample)
         sent = time.monotonic() - start
-        while waits(stack) and time.monotonic() - start < sent + 120:
+        behind = waits(stack)
+        while waits(stack) and time.monotonic() - start < sent + 60:
             meter.sample()
-            time.sleep(0.5)
-        drained = time.monotonic() - start - sent
-        cpu, after = meter.cpu(), scraped(prometheus)
-        own = scraped(f"http://127.0.0.1:{stack.ports['collector_self']}/metrics")
+            time.sleep(1)
+        took = time.monotonic() - start
+        cpu, after, left = meter.cpu(), scraped(prometheus), waits(stack)
+        own = scraped(stack.url("collector_self") + "/metrics")
         query = "count({verl_run_id!=%22%22})"
         with urllib.request.urlopen(f"{stack.url('prometheus')}/api/v1/query?query={query}", timeout=10) as response:
             series = int(json.load(response)["data"]["result"][0]["value"][1])
@@ -280,10 +288,15 @@ def measure(template: Template, ranks: int, seconds: float, steps: int) -> None:
                 f"{load.bytes[signal] / sent / 1024:>9.1f} KiB/s {load.bytes[signal] / items:>7.0f} B each"
             )
         lost = sum(value for name, value in own.items() if "failed" in name and "enqueue" not in name)
-        print(f"  queue empty {drained:.1f} s after the last request; failed items {lost:.0f}")
+        print(f"  waited in queues after the last step {behind}, {took - sent:.0f} s later {left}; failed {lost:.0f}")
         print(f"  Prometheus: {series} series, {samples:.0f} samples")
         for name in cpu:
-            print(f"  {name:<10} {cpu[name] / sent:>6.3f} cores {meter.resident[name] / 2**20:>7.0f} MiB at most")
+            used = (
+                f"{cpu[name] / sent:>6.3f} cores" if name not in ("bridge", "mlflow") else f"{cpu[name]:>6.1f} s of CPU"
+            )
+            print(f"  {name:<12} {used} {meter.resident[name] / 2**20:>7.0f} MiB at most")
+        written = load.items["traces"] - left.get("otlp_http/mlflow_bridge", 0)
+        print(f"  MLflow took {written:.0f} spans, {written / cpu['mlflow']:.0f} for each second of its CPU")
         for name in ("jaeger", "prometheus", "bridge"):
             stack.kill(name)
         queue = Path(folder) / "queue"
@@ -291,7 +304,7 @@ def measure(template: Template, ranks: int, seconds: float, steps: int) -> None:
         load.send(range(steps, steps + 1), seconds)
         load.items.subtract(filled)
         size = sum(file.stat().st_blocks * 512 for file in queue.iterdir())
-        print(f"  backends away for a step: {dict(load.items)} sent, {waits(stack):.0f} items in queues, "
+        print(f"  backends away for a step: {dict(load.items)} sent, {sum(waits(stack).values()):.0f} items in queues, "
               f"{size / 2**20:.1f} MiB on disk", flush=True)  # fmt: skip
 
 

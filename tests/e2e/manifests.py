@@ -14,21 +14,13 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import yaml
-
-from verl_otel.stack import binaries
+from validators import validator
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 OVERLAYS = {"open": "overlays/open", "secure": "overlays/secure", "operator": "overlays/operator", "ray": "ray"}
 OLDEST, NEWEST = "1.31", kubernetes_validate.latest_version()
-
-# Built like the stack's programs; only tests need them.
-binaries.SOURCES["validators"] = (
-    HERE / "validators",
-    {"kustomize": "sigs.k8s.io/kustomize/kustomize/v5", "compose": "github.com/compose-spec/compose-go/v2/cmd"},
-    1,
-)
 
 # kind -> (Go module that has the definition, its hash, the file in it)
 DEFINITIONS = {
@@ -58,7 +50,7 @@ Objects = list[dict[str, Any]]
 @functools.cache
 def build(overlay: str) -> Objects:
     """The objects of one of `OVERLAYS`; not to be changed."""
-    command = [str(binaries.binary("kustomize")), "build", str(KUBERNETES / OVERLAYS[overlay])]
+    command = [validator("kustomize"), "build", str(KUBERNETES / OVERLAYS[overlay])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return [found for found in yaml.safe_load_all(done.stdout) if found]
@@ -95,7 +87,12 @@ def validate(found: dict[str, Any]) -> None:
                 validate(made)
     else:
         for version in (OLDEST, NEWEST):
-            kubernetes_validate.validate(found, version, strict=True)
+            _validate(json.dumps(found), version)
+
+
+@functools.cache  # overlays have most objects in common, and a check takes 0.1 s
+def _validate(found: str, version: str) -> None:
+    kubernetes_validate.validate(json.loads(found), version, strict=True)
 
 
 # --- definitions of other projects' resources
@@ -223,25 +220,17 @@ def as_the_operator_makes_it(found: dict[str, Any]) -> Objects:
         "ports": _ports(config),
         "readinessProbe": _probe(config),
         "livenessProbe": _probe(config),
-        **{
-            key: spec.pop(key) for key in ("env", "envFrom", "resources", "securityContext", "lifecycle") if key in spec
-        },
+        **_taken(spec, "env", "envFrom", "resources", "securityContext", "lifecycle"),
         "volumeMounts": [{"name": "otc-internal", "mountPath": "/conf"}, *spec.pop("volumeMounts", [])],
     }
+    own = {"name": "otc-internal", "configMap": {"name": f"{name(found)}-collector"}}
     pod = {
         "serviceAccountName": spec.pop("serviceAccount"),
         "securityContext": spec.pop("podSecurityContext"),
         "automountServiceAccountToken": False,  # of the ServiceAccount
         "containers": [container],
-        "volumes": [
-            {"name": "otc-internal", "configMap": {"name": f"{name(found)}-collector"}},
-            *spec.pop("volumes", []),
-        ],
-        **{
-            key: spec.pop(key)
-            for key in ("terminationGracePeriodSeconds", "tolerations", "topologySpreadConstraints")
-            if key in spec
-        },
+        "volumes": [own, *spec.pop("volumes", [])],
+        **_taken(spec, "terminationGracePeriodSeconds", "tolerations", "topologySpreadConstraints"),
     }
     template = {"metadata": {"labels": labels}, "spec": pod}
     workload: dict[str, Any] = {
@@ -285,6 +274,10 @@ def as_the_operator_makes_it(found: dict[str, Any]) -> Objects:
         )
     assert set(spec) == {"upgradeStrategy", "observability"}, spec
     return made
+
+
+def _taken(spec: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: spec.pop(key) for key in keys if key in spec}
 
 
 def _ports(config: dict[str, Any]) -> list[dict[str, Any]]:

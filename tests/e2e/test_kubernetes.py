@@ -180,7 +180,8 @@ def test_a_collector_listens_where_its_ports_say(overlay: str, tmp_path: Path) -
         files = configuration(overlay, workload, tmp_path / name(workload))
         variables = environment(overlay, workload)
         text = Path(files[0].removeprefix("--config=")).read_text()
-        text = re.sub(r"\$\{env:(\w+):-([^}]*)\}", lambda match: variables.get(match[1], match[2]), text)
+        for variable, default in re.findall(r"\$\{env:(\w+):-([^}]*)\}", text):
+            text = text.replace(f"${{env:{variable}:-{default}}}", variables.get(variable, default))
         config = yaml.safe_load(text)
         protocols = config["receivers"]["otlp"]["protocols"]
         (reader,) = config["service"]["telemetry"]["metrics"]["readers"]
@@ -416,7 +417,7 @@ def test_training_pods_find_the_agent_and_may_send() -> None:
 
 @pytest.mark.parametrize("overlay", PLATFORM)
 def test_no_pod_can_do_more_than_it_must(overlay: str) -> None:
-    """The pod security standard `restricted`, which the namespace enforces, and a file system that cannot be written."""
+    """The pod security standard `restricted`, which the namespace enforces, and no file system that can be written."""
     (space,) = of_kind(in_cluster(overlay), "Namespace")
     assert space["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
     for workload in workloads(overlay):
@@ -460,9 +461,8 @@ def test_the_bridge_starts_with_the_arguments_of_its_pod() -> None:
 
 def test_the_image_that_the_operator_injects_is_built_from_files_that_exist() -> None:
     dockerfile = (ROOT / "deploy" / "instrumentation" / "Dockerfile").read_text()
-    sources = [
-        source for line in re.findall(r"^COPY (?!--from)(.+) \S+$", dockerfile, re.MULTILINE) for source in line.split()
-    ]
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", dockerfile, re.MULTILINE)
+    sources = " ".join(copied).split()
     assert sources and all((ROOT / source).exists() for source in sources)
     assert "/autoinstrumentation" in dockerfile and "busybox" in dockerfile  # the operator runs its `cp`
 

@@ -80,7 +80,7 @@ CONFIGURATIONS = sorted(
     path
     for folder in (COLLECTOR, DEPLOY)
     for path in folder.rglob("*.yaml")
-    if path.name != "builder.yaml" and path.parent.name != "alertmanager"
+    if path.name != "builder.yaml" and path.parent.name != "alertmanager" and "kubernetes" not in path.parts
     if {"receivers", "extensions"} & set(load(path))
 )
 
