@@ -467,6 +467,34 @@ def test_the_image_that_the_operator_injects_is_built_from_files_that_exist() ->
     assert "/autoinstrumentation" in dockerfile and "busybox" in dockerfile  # the operator runs its `cp`
 
 
+INJECTED = """
+import verl.utils.tracking, verl_otel
+from verl_otel import telemetry
+print("found", verl_otel.__file__, telemetry.current().identity.resource().attributes["service.name"])
+"""
+
+
+def test_what_the_operator_injects_is_at_work(tmp_path: Path) -> None:
+    """By hand, what the image's Dockerfile and the operator do: a folder with all packages, put on PYTHONPATH."""
+    folder = tmp_path / "otel-auto-instrumentation-python"
+    uv, python = (str(Path(sys.executable).with_name(program)) for program in ("uv", "python"))
+    install = [uv, "pip", "install", "-q", "--python", python, "--target", str(folder), f"{ROOT}[hardware]"]
+    subprocess.run(install, check=True, timeout=300)
+    (instrumentation,) = of_kind(manifests.build("operator"), "Instrumentation")
+    variables = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": f"{folder}/opentelemetry/instrumentation/auto_instrumentation:{folder}",
+        **{f"OTEL_{signal}_EXPORTER": "otlp" for signal in ("TRACES", "METRICS", "LOGS")},
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1",  # nobody is there
+        "OTEL_PROPAGATORS": ",".join(instrumentation["spec"]["propagators"]),
+        "OTEL_SERVICE_NAME": "",
+    }
+    command = [python, "-c", INJECTED]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=200)
+    assert f"found {folder}/verl_otel/__init__.py verl-launcher" in done.stdout, done.stdout + done.stderr
+
+
 # --- the pods of Ray
 
 
