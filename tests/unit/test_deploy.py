@@ -9,11 +9,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import promql_parser
 import pytest
 import yaml
 
 from verl_otel.cli import mlflow_bridge
 from verl_otel.export import targets
+from verl_otel.semconv import registry
+from verl_otel.semconv.prometheus import prometheus_name
 
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTOR, DEPLOY = ROOT / "collector", ROOT / "deploy"
@@ -80,7 +83,7 @@ CONFIGURATIONS = sorted(
     path
     for folder in (COLLECTOR, DEPLOY)
     for path in folder.rglob("*.yaml")
-    if path.name != "builder.yaml" and path.parent.name != "alertmanager"
+    if path.name != "builder.yaml" and path.parent.name != "alertmanager" and "kubernetes" not in path.parts
     if {"receivers", "extensions"} & set(load(path))
 )
 
@@ -402,3 +405,37 @@ def bridge_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     mlflow_bridge.add_to(parser.add_subparsers())
     return parser.parse_args(command)
+
+
+# --- docs/operating.md
+
+
+OPERATING = (ROOT / "docs" / "operating.md").read_text()
+QUERIES = [
+    line.partition("#")[0].strip()
+    for block in re.findall(r"^```promql\n(.*?)^```", OPERATING, re.MULTILINE | re.DOTALL)
+    for line in block.splitlines()
+]
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_the_queries_for_operators_are_promql(query: str) -> None:
+    promql_parser.parse(query)
+
+
+def test_the_names_in_the_operators_document_are_those_of_the_registry() -> None:
+    known = registry.load()
+    metrics = {prometheus_name(metric.name, metric.unit, metric.instrument) for metric in known.metrics.values()}
+    labels = {name.replace(".", "_") for name in known.attributes}
+    used = set(re.findall(r"\b(?:verl|hw)_\w+", OPERATING)) - {"verl_otel", "hw_gpu_"}
+    assert len(used) > 10 and used <= metrics | labels, used - metrics - labels
+
+
+def test_the_files_that_the_operators_document_names_exist() -> None:
+    named = set(re.findall(r"\b(?:deploy|collector|verl_otel)/[\w./-]+\w", OPERATING))
+    named |= {
+        f"deploy/kubernetes/{path}" for path in re.findall(r"`((?:overlays|components|base|ray)[\w./-]*)`", OPERATING)
+    }
+    assert len(named) > 10
+    for path in named:
+        assert list(ROOT.glob(path)), path
