@@ -80,7 +80,7 @@ CONFIGURATIONS = sorted(
     path
     for folder in (COLLECTOR, DEPLOY)
     for path in folder.rglob("*.yaml")
-    if path.name != "builder.yaml" and {"receivers", "extensions"} & set(load(path))
+    if path.name != "builder.yaml" and path.parent.name != "alertmanager" and {"receivers", "extensions"} & set(load(path))
 )
 
 
@@ -102,8 +102,8 @@ def test_the_configurations_that_listen_are_found() -> None:
 
 
 def test_what_is_not_said_to_listen_elsewhere_is_on_loopback() -> None:
-    """The programs whose address is on the command line: `deploy/local/stack.py` and the bridge."""
-    stack = (DEPLOY / "local" / "stack.py").read_text()
+    """The programs whose address is on the command line: `verl_otel/stack` and the bridge."""
+    stack = "".join(path.read_text() for path in (ROOT / "verl_otel" / "stack").glob("*.py"))
     assert "0.0.0.0" not in stack and "::" not in stack
     parser = argparse.ArgumentParser()
     mlflow_bridge.add_to(parser.add_subparsers())
