@@ -21,7 +21,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--without-token",
         action="store_true",
-        help="listen beyond loopback although VERL_OTEL_RELAY_TOKEN is not set: anyone who can reach it can send alerts",
+        help="listen beyond loopback although VERL_OTEL_RELAY_TOKEN is not set: anyone who reaches it can send alerts",
     )
     doing = parser.add_mutually_exclusive_group()
     doing.add_argument("--check", action="store_true", help="only say whether the configuration can be used")

@@ -13,7 +13,7 @@ import secrets
 import stat
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from verl_otel import config
@@ -76,6 +76,8 @@ class Channel:
         folder = env.get(config.CONTROL, "").strip()
         if not folder:
             return None
+        if not os.path.isabs(folder):
+            raise NoControl(f"{config.CONTROL}={folder} is no absolute path, so that others look elsewhere: give one")
         file = env.get(config.CONTROL_TOKEN_FILE, "").strip()
         if not file:
             raise NoControl(f"{config.CONTROL} is set: set {config.CONTROL_TOKEN_FILE} too, to a file with a token")
@@ -95,9 +97,7 @@ class Channel:
     def ask(self, run_id: str, action: str, by: str, reason: str) -> Request:
         """Leave a request for a run. Raises `NoControl` if the run does not listen, or the folder cannot be written."""
         now = time.time()
-        request = Request(
-            secrets.token_hex(16), run_id, action, by[:MAX_TEXT], reason[:MAX_TEXT], now, now + VALID_FOR
-        )
+        request = Request(secrets.token_hex(16), run_id, action, by[:MAX_TEXT], reason[:MAX_TEXT], now, now + VALID_FOR)
         folder = self.of_run(run_id)
         if not folder.is_dir():
             raise NoControl(
@@ -117,16 +117,7 @@ class Channel:
 
     def read(self, content: bytes, run_id: str, started: float, now: float) -> Request:
         """A request to `run_id`, whose attempt began at `started`; `Refused` says why it is none."""
-        try:
-            data = json.loads(content)
-            signature = str(data.pop("signature"))
-            request = Request(**data)
-            whole = all(isinstance(getattr(request, f.name), str if f.type in (str, "str") else (int, float))
-                        for f in fields(Request))  # fmt: skip
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            whole = False
-        if not whole:
-            raise Refused("malformed")
+        request, signature = _parsed(content)
         if not hmac.compare_digest(signature.encode(errors="replace"), self._signature(request).encode()):
             raise Refused("wrong_token")
         if request.run_id != run_id:
@@ -142,6 +133,20 @@ class Channel:
     def _signature(self, request: Request) -> str:
         text = json.dumps(asdict(request), sort_keys=True, separators=(",", ":"))
         return hmac.digest(self.token, b"verl-otel control 1\n" + text.encode(), hashlib.sha256).hex()
+
+
+def _parsed(content: bytes) -> tuple[Request, str]:
+    try:
+        data = json.loads(content)
+        signature = data.pop("signature")
+        request = Request(**data)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Refused("malformed") from error
+    texts = (signature, request.id, request.run_id, request.action, request.by, request.reason)
+    times = (request.issued, request.expires)
+    if not all(isinstance(text, str) for text in texts) or not all(isinstance(when, int | float) for when in times):
+        raise Refused("malformed")
+    return request, signature
 
 
 def read_token(file: str) -> bytes:

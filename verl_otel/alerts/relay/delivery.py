@@ -3,6 +3,7 @@
 What has to wait, for the robot's rate or for its return, is merged into one message as far as that has room.
 """
 
+import json
 import logging
 import random
 import threading
@@ -45,7 +46,11 @@ class Post(Protocol):
 
 def post(url: str, body: dict[str, Any]) -> tuple[int, bytes]:
     """`Post` by requests. A redirect is not followed: it would carry the message to somewhere else."""
-    with requests.post(url, json=body, timeout=TIMEOUT, allow_redirects=False, stream=True) as response:
+    content = json.dumps(body, ensure_ascii=False).encode(errors="replace")  # escaped, it could be twice as long
+    headers = {"Content-Type": "application/json; charset=utf-8"}
+    with requests.post(
+        url, data=content, headers=headers, timeout=TIMEOUT, allow_redirects=False, stream=True
+    ) as response:
         return response.status_code, response.raw.read(MAX_ANSWER, decode_content=True)
 
 

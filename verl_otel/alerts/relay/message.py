@@ -14,7 +14,9 @@ from verl_otel.alerts.relay.notification import FIRING, Alert
 MAX_VALUE = 300
 """Characters of one value in a message."""
 
-_NEUTRAL = str.maketrans({"<": "＜", ">": "＞", "[": "［", "]": "］", "@": "＠", "`": "'", "\n": " ", "\r": " "})
+_WIDE = {ord(character): ord(character) + 0xFEE0 for character in "<>[]@"}
+"""To Unicode's full-width forms, which look the same and mean nothing in markdown."""
+_NEUTRAL = {**_WIDE, ord("`"): "'", ord("\n"): " ", ord("\r"): " "}
 
 _WHERE = (
     ("project", "verl_project_name"),
@@ -55,10 +57,12 @@ class Message:
             size: the bytes that a text takes in the request.
         """
         title = f"**{_cut(self.title, most // 2, size)}**"
-        for shown in range(len(self.blocks), 0, -1):
-            whole = self._whole(title, shown, line_end)
-            if size(whole) <= most:
-                return whole
+        fits, too_many = 0, len(self.blocks) + 1
+        while too_many - fits > 1:
+            shown = (fits + too_many) // 2
+            fits, too_many = (shown, too_many) if size(self._whole(title, shown, line_end)) <= most else (fits, shown)
+        if fits:
+            return self._whole(title, fits, line_end)
         # Not even one alert fits: its first line says which it is.
         first = _cut(self.blocks[0][0], max(0, most // 4), size) if self.blocks else ""
         rest = self.left_out + max(0, len(self.blocks) - 1)

@@ -1,7 +1,8 @@
 """What each kind of group robot wants: its request, its signature, its limits, and what its answer means.
 
-Sources: the documentation of WeCom (developer.work.weixin.qq.com/document/path/91770), DingTalk
-(open.dingtalk.com/document/robots/custom-robot-access) and Feishu (open.feishu.cn/document/client-docs/bot-v3/add-custom-bot).
+Sources: the documentation of WeCom (developer.work.weixin.qq.com/document/path/91770), of DingTalk
+(open.dingtalk.com/document/robots/custom-robot-access) and of Feishu
+(open.feishu.cn/document/client-docs/bot-v3/add-custom-bot).
 A robot answers 200 also when it refuses: the number in the body says so.
 """
 
