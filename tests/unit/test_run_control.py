@@ -257,11 +257,13 @@ def test_a_checkpoint_of_verls_own_schedule_is_as_good(memory, ask):
     assert (verl.saved, verl.config.trainer.save_freq) == ([2, 4, 6], 2)
 
 
-def test_a_request_that_comes_too_late_is_told(memory, ask):
-    verl = Verl(memory.process(), {6: lambda: ask("pause")}, save_freq=-1)
-    in_a_thread(lambda: ask("resume"))
+@pytest.mark.parametrize("action", ["pause", "stop"])
+def test_a_run_in_its_last_step_does_not_pause(memory, ask, action):
+    verl = Verl(memory.process(), {6: lambda: ask(action)})
     verl.fit()
-    assert audit(memory)[0][0] in {"pause", "resume"} and verl.trained == [1, 2, 3, 4, 5, 6]
+    assert (verl.saved, verl.trained) == ([6], [1, 2, 3, 4, 5, 6])
+    assert audit(memory) == [(action, "accepted"), (action, "ended_before")]
+    assert state(memory) == "finished"
 
 
 def test_off_it_is_not_there_and_costs_nothing(memory, monkeypatch, tmp_path):

@@ -128,6 +128,8 @@ class RunControl:
         if request is None or not self._saved:
             return
         try:
+            if (self._steps.number() or 0) >= self._trainer.total_training_steps:
+                return  # it ends anyway
             if request.action == PAUSE:
                 self._wait(request)
                 request = self._wanted
