@@ -1,1 +1,1 @@
-"""Alerts: the rules for Prometheus, and the relay that brings what fires to chat robots and to the run."""
+"""Alerts on the metrics of a run: Prometheus' rules (`rules`), and what is done when one fires."""

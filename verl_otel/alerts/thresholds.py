@@ -1,0 +1,146 @@
+"""The parameters of the alert rules: `deploy/prometheus/thresholds.yaml`, and a file of the user's on top of it."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl_otel.stack.configuration import DEPLOY
+
+SHIPPED = DEPLOY / "prometheus" / "thresholds.yaml"
+
+SEVERITIES = ("critical", "warning", "info")
+
+_DURATION = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?\Z")
+
+
+class BadThresholds(ValueError):
+    """The file cannot be used; the message says where, and what to do."""
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Parameters as the files have them.
+
+    `run` and `links` are of all alerts; `alerts`: name -> parameter -> value; `projects`: project -> alert -> the
+    parameters of its own, with the others filled in, or None where the alert is off.
+    """
+
+    run: Mapping[str, Any]
+    links: Mapping[str, str]
+    alerts: Mapping[str, Mapping[str, Any] | None]
+    projects: Mapping[str, Mapping[str, Mapping[str, Any] | None]]
+
+
+def load(path: Path | None = None) -> Thresholds:
+    """The shipped parameters; with `path`, those of this file in place of the shipped ones of the same name.
+
+    Raises:
+        BadThresholds: a file cannot be read, or says something that no rule has.
+    """
+    shipped = _read(SHIPPED)
+    own = {} if path is None else _read(path)
+    where = str(path or SHIPPED)
+    for part in own:
+        if part not in shipped:
+            raise BadThresholds(f"{where}: {part}: there are only {', '.join(shipped)}")
+    run = _over(shipped["run"], own.get("run"), f"{where}: run")
+    links = {**shipped["links"], **_mapping(own.get("links"), f"{where}: links")}
+    alerts = _alerts_over(shipped["alerts"], own.get("alerts"), f"{where}: alerts")
+    projects = {**_mapping(shipped["projects"], where), **_mapping(own.get("projects"), f"{where}: projects")}
+    return Thresholds(
+        run,
+        links,
+        alerts,
+        {
+            str(project): {
+                alert: _alerts_over(alerts, {alert: changed}, f"{where}: projects: {project}")[alert]
+                for alert, changed in _mapping(changes, f"{where}: projects: {project}").items()
+            }
+            for project, changes in projects.items()
+        },
+    )
+
+
+def seconds(duration: str) -> int:
+    """A duration of Prometheus, such as `1h30m`, in seconds.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = _DURATION.match(str(duration))
+    if found is None:
+        raise ValueError(f"{duration!r} is not a duration such as 30s, 10m, 1h30m or 2d")
+    return sum(int(n or 0) * unit for n, unit in zip(found.groups(), (86400, 3600, 60, 1), strict=True))
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        return _mapping(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise BadThresholds(f"{path}: {error}") from error
+
+
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise BadThresholds(f"{where}: has to be a mapping (name: value), not {value!r}")
+    return value
+
+
+def _alerts_over(
+    alerts: Mapping[str, Mapping[str, Any] | None], changes: Any, where: str
+) -> dict[str, Mapping[str, Any] | None]:
+    shipped = _read(SHIPPED)["alerts"]
+    merged = dict(alerts)
+    for name, changed in _mapping(changes, where).items():
+        if name not in alerts:
+            raise BadThresholds(f"{where}: {name}: there is no such alert; there are {', '.join(alerts)}")
+        # An alert that is off for all may be on for one project.
+        merged[name] = None if changed is False else _over(alerts[name] or shipped[name], changed, f"{where}: {name}")
+    return merged
+
+
+def _over(parameters: Mapping[str, Any], changes: Any, where: str) -> Mapping[str, Any]:
+    changes = _mapping(changes, where)
+    for name, value in changes.items():
+        if name not in parameters:
+            raise BadThresholds(f"{where}: {name}: there is no such parameter; there are {', '.join(parameters)}")
+        _check(name, parameters[name], value, f"{where}: {name}")
+    return {**parameters, **changes}
+
+
+def _check(name: str, before: Any, value: Any, where: str) -> None:
+    """`value` has to be of the kind of the shipped one: a duration, a number, or `off` where it is a limit."""
+    if name == "severity":
+        if value not in SEVERITIES:
+            raise BadThresholds(f"{where}: {value!r} is none of {', '.join(SEVERITIES)}")
+    elif name == "ignore":
+        _check_pattern(value, where)
+    elif isinstance(before, list):
+        if not isinstance(value, list) or not value:
+            raise BadThresholds(f"{where}: {value!r} has to be a list of durations, such as [30m, 4h]")
+        for one in value:
+            _check_duration(one, where)
+    elif isinstance(before, str):
+        _check_duration(value, where)
+    elif (isinstance(value, bool) and value) or not isinstance(value, (bool, int, float)):
+        raise BadThresholds(f"{where}: {value!r} has to be a number, or off")
+
+
+def _check_duration(value: Any, where: str) -> None:
+    try:
+        seconds(value)
+    except ValueError as error:
+        raise BadThresholds(f"{where}: {error}") from error
+
+
+def _check_pattern(value: Any, where: str) -> None:
+    try:
+        re.compile(value)
+    except (re.error, TypeError) as error:
+        raise BadThresholds(f"{where}: {value!r} is not a regular expression: {error}") from error
