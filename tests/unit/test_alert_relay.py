@@ -1,21 +1,16 @@
 """`verl-otel alert-relay`: what robots are told, and what becomes of what they cannot take.
 
-The robots here are stand-ins on loopback: they check signatures and limits by the robots' documentation, with code that
-is not the relay's.
+The robots are stand-ins (tests/testbed/robots.py), which check signatures and limits.
 """
 
-import base64
 import contextlib
 import gzip
-import hashlib
-import hmac
-import http.server
 import json
 import socket
-import threading
+import sys
 import time
-import urllib.parse
 import warnings
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -31,6 +26,9 @@ from verl_otel.alerts.relay.sent import Sent
 from verl_otel.alerts.relay.settings import BadSettings, Matcher, RobotRoute, Settings
 from verl_otel.cli import main
 from verl_otel.control.requests import Channel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "testbed"))
+from robots import Robots
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # starlette prefers another client from some version on
@@ -75,105 +73,16 @@ def messages(*alerts):
     return message_of(parse(notification(*alerts)).alerts)
 
 
-class Robots(http.server.ThreadingHTTPServer):
-    """Stand-ins for the three kinds of group robots: each refuses what the real one refuses, with its error code."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.taken = []
-        self.refused = []
-        self.answers = []
-        """(status, body) to answer the next requests with, whatever they are."""
-        self.secret = "SEC-of-the-robot"
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-
-    def url(self, path):
-        return f"http://127.0.0.1:{self.server_address[1]}{path}"
-
-    def texts(self):
-        return [_text(kind, body) for kind, body in self.taken]
-
-
-def _text(kind, body):
-    if kind == "wecom":
-        return body["markdown"]["content"]
-    if kind == "dingtalk":
-        return body["markdown"]["text"]
-    return body["card"]["elements"][0]["content"] if kind == "feishu" else body["text"]
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    def do_POST(self):
-        content = self.rfile.read(int(self.headers["content-length"]))
-        url = urllib.parse.urlsplit(self.path)
-        query = dict(urllib.parse.parse_qsl(url.query))
-        kind = url.path.strip("/")
-        body = json.loads(content)
-        if self.server.answers:
-            status, answer = self.server.answers.pop(0)
-        else:
-            code = getattr(self, f"_{kind}")(query, body, content)
-            status, answer = 200, {"code" if kind == "feishu" else "errcode": code}
-            (self.server.refused if code else self.server.taken).append((kind, body))
-        answer = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def _wecom(self, query, body, content):
-        if query.get("key") != "wecom-key":
-            return 93000
-        text = body["markdown"]["content"]
-        return 40058 if body["msgtype"] != "markdown" or len(text.encode()) > 4096 else 0
-
-    def _dingtalk(self, query, body, content):
-        """Signed in the URL: HMAC-SHA256 of "<ms>\\n<secret>" with the secret as key; an hour at most."""
-        stamp, secret = query["timestamp"], self.server.secret
-        wanted = hmac.new(secret.encode(), f"{stamp}\n{secret}".encode(), hashlib.sha256).digest()
-        if query.get("access_token") != "ding-token" or abs(time.time() * 1000 - int(stamp)) > 3_600_000:
-            return 310000
-        if base64.b64decode(query["sign"]) != wanted:
-            return 310000
-        if body["msgtype"] != "markdown" or not body["markdown"]["title"] or len(content) > 20_000:
-            return 460101
-        return 0
-
-    def _feishu(self, query, body, content):
-        """Signed in the body: HMAC-SHA256 of nothing with "<s>\\n<secret>" as key."""
-        wanted = hmac.new(f"{body['timestamp']}\n{self.server.secret}".encode(), b"", hashlib.sha256).digest()
-        if base64.b64decode(body["sign"]) != wanted:
-            return 19021
-        if body["msg_type"] != "interactive" or len(content) > 20_000:
-            return 11246
-        return 0
-
-    def _webhook(self, query, body, content):
-        return 0
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def robots():
-    server = Robots()
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-URLS = {
-    "wecom": "/wecom?key=wecom-key",
-    "dingtalk": "/dingtalk?access_token=ding-token",
-    "feishu": "/feishu",
-    "webhook": "/webhook",
-}
+    started = Robots()
+    yield started
+    started.stop()
 
 
 def route(robots, kind, mentions=(), **match):
     cls = KINDS[kind]
-    robot = cls(robots.url(URLS[kind]), robots.secret if cls.signs else "", tuple(mentions))
+    robot = cls(robots.url(kind), robots.secret if cls.signs else "", tuple(mentions))
     return RobotRoute(kind, robot, Matcher({label: frozenset(values) for label, values in match.items()}))
 
 
@@ -270,7 +179,7 @@ def test_each_kind_of_robot_takes_a_message_with_its_signature(robots, kind):
 
 
 def test_a_wrong_secret_is_refused_and_counted_and_the_alert_told_when_it_comes_again(robots, caplog):
-    wrong = RobotRoute("ding", DingTalk(robots.url(URLS["dingtalk"]), "another"), Matcher({}))
+    wrong = RobotRoute("ding", DingTalk(robots.url("dingtalk"), "another"), Matcher({}))
     with delivering(wrong) as (way, metrics):
         for expected in (1, 2):
             way.offer(parse(notification(alert())))
@@ -629,8 +538,8 @@ def test_check_says_what_goes_where(tmp_path, monkeypatch, capsys):
 
 
 def test_a_test_message_shows_what_a_robot_answers(robots, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("GOOD", robots.url(URLS["wecom"]))
-    monkeypatch.setenv("BAD", robots.url("/wecom?key=old-key"))
+    monkeypatch.setenv("GOOD", robots.url("wecom"))
+    monkeypatch.setenv("BAD", robots.url("wecom").replace("wecom-key", "old-key"))
     (tmp_path / "relay.yaml").write_text(
         "robots: [{name: a, kind: wecom, url: {env: GOOD}}, {name: b, kind: wecom, url: {env: BAD}}]"
     )
