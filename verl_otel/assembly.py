@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry import propagate
 from opentelemetry._logs import LoggerProvider, SeverityNumber
@@ -48,6 +48,9 @@ from verl_otel.tracing.trajectories import Trajectories
 from verl_otel.tracing.weight_sync import WeightSync
 from verl_otel.tracing.workers import Workers
 from verl_otel.version import __version__
+
+if TYPE_CHECKING:
+    from verl_otel.control.run import RunControl
 
 SCOPE = "verl_otel"
 
@@ -141,6 +144,8 @@ class Telemetry:
         self.servers = Servers(self.tracer, ServerMetrics(self.background, self.instruments, identity))
         self.server_targets = ServerTargets(identity, settings.folder)
         self.scores = Scores(self.tracer, self.instruments, self.background, identity)
+        self.control: RunControl | None = None
+        """Where a `fit` runs that may be asked to pause or stop; off unless `VERL_OTEL_CONTROL` is set."""
         self._run_started = self._run_finished = False
         self._pid = os.getpid()
         self._last = lifetime.Last("verl-otel-shutdown", self.providers.shut_down_ours)
@@ -185,6 +190,25 @@ class Telemetry:
         """verl's `RolloutReplica` has launched its servers: let Prometheus find their own metrics."""
         if self._exports_metrics_of("server"):
             self.server_targets.launched(replica)
+
+    def take_requests(self, trainer: Any) -> None:
+        """verl's `trainer` begins to train: from now on the run may be asked to pause or stop. Never raises."""
+        if not os.environ.get(config.CONTROL, "").strip():
+            return
+        try:
+            from verl_otel.control.run import RunControl
+
+            self.control = RunControl(
+                trainer,
+                self.identity,
+                self.steps,
+                self.logger,
+                self.instruments,
+                self.flusher.request,
+                config.number(os.environ, config.CONTROL_MAX_PAUSE, 3600.0, 0),
+            )
+        except Exception:
+            border.caught("starting run control")
 
     def _trainer_idle(self, step: int | None, ratio: float) -> None:
         labels = {attr.RANK: attr.ALL_RANKS, attr.STAGE: "step", attr.MODEL_TYPE: "none"}
@@ -236,6 +260,9 @@ class Telemetry:
 
     def _finish_run(self, failure: dict[str, str], state: str | None) -> None:
         self._run_finished = True
+        if self.control is not None:
+            self.control.close()
+            state = "stopped" if self.control.stopping and not failure else state
         attributes = {**self.event_attributes, attr.RUN_STATE: state or ("failed" if failure else "finished")}
         severity = SeverityNumber.ERROR if failure else SeverityNumber.INFO
         self.recorder.finish()
@@ -276,6 +303,8 @@ class Telemetry:
                 self.budget.spend(0.4, broadcast)
             except Exception:
                 border.caught("flushing the other processes")
+        if self.control is not None:
+            self.control.close()
         self.background.defer(self.server_targets.remove)
         self.budget.spend(0.6, self.flush)
         self.recorder.ended()

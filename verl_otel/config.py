@@ -59,6 +59,15 @@ DEFAULT_PENDING = 32
 DISABLED_HOOKS = "VERL_OTEL_DISABLED_HOOKS"
 """Comma-separated names of hooks to leave out (the file names in `verl_otel/hooks`)."""
 
+CONTROL = "VERL_OTEL_CONTROL"
+"""A folder that the nodes share, in which the run may be asked to save a checkpoint, pause or stop. Default: off."""
+
+CONTROL_TOKEN_FILE = "VERL_OTEL_CONTROL_TOKEN_FILE"
+"""The file with the token with which such requests are signed; no other user may read it."""
+
+CONTROL_MAX_PAUSE = "VERL_OTEL_CONTROL_MAX_PAUSE"
+"""Seconds after which a run that was paused goes on by itself. Default: 3600."""
+
 ACTIVE = "VERL_OTEL_ACTIVE"
 """Set by the launcher for its workers, not by users: the process belongs to an instrumented run."""
 

@@ -30,7 +30,8 @@ SEAMS = {
     "verl.utils.rollout_trace": ["rollout_trace_attr"],
     "verl.utils.ray_utils": ["auto_await"],
     "verl.trainer.ppo.ray_trainer": [
-        *("RayPPOTrainer.fit", "RayPPOTrainer.init_workers", "RayPPOTrainer._validate", "compute_advantage")
+        *("RayPPOTrainer.fit", "RayPPOTrainer.init_workers", "RayPPOTrainer._validate", "compute_advantage"),
+        "RayPPOTrainer._save_checkpoint",
     ],
     "verl.trainer.ppo.metric_utils": ["compute_data_metrics"],
     "verl.workers.engine_workers": ["TrainingWorker._postprocess_output"],
@@ -40,7 +41,7 @@ SEAMS = {
     "verl.workers.rollout.replica": ["RolloutReplica.init_hybrid", "RolloutReplica.init_standalone"],
     "verl.trainer.ppo.v1.trainer_base": [
         *("PPOTrainer.fit", "PPOTrainer.init", "PPOTrainer._validate", "PPOTrainer.step"),
-        "PPOTrainer._add_batch_to_generate",
+        *("PPOTrainer._add_batch_to_generate", "PPOTrainer._save_checkpoint"),
     ],
     "verl.checkpoint_engine.base": ["CheckpointEngineManager.build_process_group"],
     "verl.experimental.separation.ray_trainer": [
@@ -66,7 +67,9 @@ SEAMS = {
     "verl.experimental.reward_loop.reward_loop": ["RewardLoopWorker.compute_score"],
     "verl.workers.actor.dp_actor": ["DataParallelPPOActor.update_policy"],
     "verl.workers.critic.dp_critic": ["DataParallelPPOCritic.update_critic"],
-    "verl.trainer.main_ppo_sync": ["PPOTrainer.fit", "PPOTrainer.init_workers", "PPOTrainer._validate"],
+    "verl.trainer.main_ppo_sync": [
+        *("PPOTrainer.fit", "PPOTrainer.init_workers", "PPOTrainer._validate", "PPOTrainer._save_checkpoint")
+    ],
 }
 IN_THIS_VERSION = [hook for hook in hooks.HOOKS if hook.is_in(VERL)]
 NOT_IN_THIS_VERSION = [hook for hook in hooks.HOOKS if not hook.is_in(VERL) and hook.module in SEAMS]
@@ -389,3 +392,22 @@ def test_arguments_that_another_version_of_tracking_has_reach_it(monkeypatch):
         made.finish(1, quiet=True)
     assert got[:2] == [("a",), (1, True)]
     assert [e.attributes["verl.run.state"] for e in seen.events if e.event_name == "verl.run.finished"] == ["failed"]
+
+
+TRAINERS = {"verl.trainer.ppo.ray_trainer": "RayPPOTrainer", "verl.trainer.ppo.v1.trainer_base": "PPOTrainer"}
+
+
+@pytest.mark.parametrize(
+    "module", [hook.module for hook in IN_THIS_VERSION if hook.module in TRAINERS and hook.name == "trainer"]
+)
+def test_verls_loop_looks_at_what_run_control_sets(module):
+    """`save_freq` in each step, and `total_training_steps` before each: real runs are asked in tests/e2e."""
+    fit = inspect.getsource(getattr(importlib.import_module(module), TRAINERS[module]).fit)
+    assert "self.config.trainer.save_freq > 0" in fit and "self.global_steps % self.config.trainer.save_freq" in fit
+    assert "is_last_step = self.global_steps >= self.total_training_steps" in fit
+    saved, logged, counted = (
+        fit.index("_save_checkpoint()"),
+        fit.rindex("logger.log("),
+        fit.rindex("self.global_steps += 1"),
+    )
+    assert fit.index("is_last_step =") < saved < logged < counted

@@ -15,7 +15,6 @@ from mlflow.tracking import MlflowClient
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 
 from verl_otel.bridges.mlflow.runs import RunEvent, RunIdentity, Runs, metric_name
-from verl_otel.bridges.mlflow.server import _Gunzip
 from verl_otel.config import Settings
 from verl_otel.identity import Identity
 from verl_otel.metrics.recorder import Logged
@@ -23,6 +22,7 @@ from verl_otel.recording import reader
 from verl_otel.report import page
 from verl_otel.semconv.metrics import derived_name
 from verl_otel.tracing import propagation, workers
+from verl_otel.webserver import Gunzip
 
 
 class Trainer:
@@ -294,14 +294,14 @@ def test_keys_in_other_scripts_keep_their_letters():
 
 
 def test_every_member_of_a_gzip_body_is_read_and_a_cut_one_is_refused():
-    gunzip = _Gunzip()
+    gunzip = Gunzip()
     assert gunzip.feed(gzip.compress(b"one ") + gzip.compress(b"two"), 100) == b"one two"
     gunzip.finish()
-    cut = _Gunzip()
+    cut = Gunzip()
     cut.feed(gzip.compress(b"x" * 1000)[:-9], 10_000)
     with pytest.raises(zlib.error):
         cut.finish()
-    assert len(_Gunzip().feed(gzip.compress(b"x" * 1_000_000), 1000)) == 1000
+    assert len(Gunzip().feed(gzip.compress(b"x" * 1_000_000), 1000)) == 1000
 
 
 # ---- who is a process of a run

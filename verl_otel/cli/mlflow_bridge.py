@@ -1,7 +1,6 @@
 """`verl-otel mlflow-bridge`: serve the bridge."""
 
 import argparse
-import ipaddress
 import os
 from typing import Any
 
@@ -42,13 +41,14 @@ def run(options: argparse.Namespace) -> int:
         import uvicorn
 
         from verl_otel.bridges.mlflow.server import app
+        from verl_otel.webserver import is_loopback
     except ImportError as error:
         return missing_extra(error, "mlflow")
     if not options.mlflow.startswith(("http://", "https://")):
         print(f"verl-otel: --mlflow {options.mlflow}: the bridge needs an MLflow server (http:// or https://)")
         return 2
     token = os.environ.get(TOKEN, "").strip()
-    if not (token or options.without_token or _is_loopback(options.host)):
+    if not (token or options.without_token or is_loopback(options.host)):
         print(
             f"verl-otel: --host {options.host}: set {TOKEN}, here and for the Collector, so that only it can write to "
             "MLflow; or say --without-token if nobody else can reach this address"
@@ -56,11 +56,3 @@ def run(options: argparse.Namespace) -> int:
         return 2
     uvicorn.run(app(options.mlflow, token), host=options.host, port=options.port, log_level="info", access_log=False)
     return 0
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to `host`; a name other than localhost may be any address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

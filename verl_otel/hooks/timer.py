@@ -22,6 +22,8 @@ def install(module: ModuleType, patches: Patches) -> None:
         if t is None:
             yield from original(name, timing_raw)
             return
+        if t.control is not None:
+            t.control.stage_begins()
         part = t.trajectories.enter_part(name)
         if part is not None:
             with closing(t.trajectories.leave, part):

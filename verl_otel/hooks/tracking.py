@@ -108,7 +108,11 @@ def _wrap_log(tracking: Any, patches: Patches) -> None:
                 t.sft.logged(step)
         except Exception:
             border.caught("Tracking.log")
-        return original(self, data, step, *args, **kwargs)
+        result = original(self, data, step, *args, **kwargs)
+        t = telemetry.peek()
+        if t is not None and t.control is not None:
+            t.control.logged()
+        return result
 
     patches.set(tracking, "log", log)
 

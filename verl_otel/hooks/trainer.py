@@ -5,7 +5,8 @@
 From `init`/`init_workers` the set-up phase, from `_validate` the validation before training (verl times only the later
 ones), from `fit` the number of the step, the end of the run and the last flush, from V1's `_add_batch_to_generate` and
 `step` the scheduling of rollouts and the trajectories that it trained on. fully_async's trainer is pickled by value:
-what is called of its base says that it is there.
+what is called of its base says that it is there. With run control on, `fit` (if it is no coroutine) takes requests, and
+`_save_checkpoint` saves those checkpoints that were asked for.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 def install_legacy(module: ModuleType, patches: Patches) -> None:
     trainer = module.RayPPOTrainer
     _wrap_setup(trainer, "init_workers", patches)
+    _wrap_save(trainer, patches)
     _wrap_validate(trainer, patches)
     _wrap_fit(trainer, patches, waits_for_rollout=False)
 
@@ -37,6 +39,7 @@ def install_legacy(module: ModuleType, patches: Patches) -> None:
 def install_v1(module: ModuleType, patches: Patches) -> None:
     trainer = module.PPOTrainer
     _wrap_setup(trainer, "init", patches)
+    _wrap_save(trainer, patches)
     _wrap_validate(trainer, patches)
     _wrap_fit(trainer, patches, waits_for_rollout=True)
     _wrap_schedule(trainer, patches)
@@ -57,6 +60,7 @@ def install_one_step_off(module: ModuleType, patches: Patches) -> None:
 def install_main_ppo_sync(trainer: Any, patches: Patches) -> None:
     """The forerunner of V1 in 0.8.0 (see `verl_otel.hooks.main_ppo_sync`)."""
     _wrap_setup(trainer, "init_workers", patches)
+    _wrap_save(trainer, patches)
     _wrap_validate(trainer, patches)
     _wrap_fit(trainer, patches, waits_for_rollout=True)
 
@@ -94,6 +98,19 @@ def _wrap_validate(trainer: Any, patches: Patches) -> None:
             return original(self, *args, **kwargs)
 
     patches.set(trainer, "_validate", _validate)
+
+
+def _wrap_save(trainer: Any, patches: Patches) -> None:
+    original = trainer._save_checkpoint
+
+    @functools.wraps(original)
+    def _save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        t = telemetry.peek()
+        if t is None or t.control is None:
+            return original(self, *args, **kwargs)
+        return t.control.saving(functools.partial(original, self, *args, **kwargs))
+
+    patches.set(trainer, "_save_checkpoint", _save_checkpoint)
 
 
 def _wrap_schedule(trainer: Any, patches: Patches) -> None:
@@ -184,6 +201,7 @@ def _wrap_fit(trainer: Any, patches: Patches, waits_for_rollout: bool) -> None:
             if t is None:
                 return original(self, *args, **kwargs)
             with running(t, self):
+                t.take_requests(self)
                 return original(self, *args, **kwargs)
 
     patches.set(trainer, "fit", fit)

@@ -31,6 +31,8 @@ ROLLOUT_AHEAD_TIMER = "generate_async"
 VALIDATION_TIMER = "testing"
 CHECKPOINT_TIMER = "save_checkpoint"
 WEIGHT_SYNC_TIMER = "update_weights"
+PAUSE_TIMER = "pause"
+"""Not verl's: ours, while a run is paused (`verl_otel.control`)."""
 SFT_TRAIN_TIMER, SFT_VALIDATION_TIMER = "train_batch", "infer_batch"
 """SFT has no timers: the calls of the engine that are its stages."""
 
@@ -78,7 +80,7 @@ TRAJECTORY_TIMERS = {
     SCORE_TIMER: Stage("verl.compute_score", "reward", "reward"),
 }
 
-WAIT_TIMERS = frozenset({"wait_for_enough_samples", "switch_wait"})
+WAIT_TIMERS = frozenset({"wait_for_enough_samples", "switch_wait", PAUSE_TIMER})
 
 
 def stage_of(timer: str) -> Stage:

@@ -28,7 +28,7 @@ TAG_RUN_ID = attr.RUN_ID
 TAG_ATTEMPT = attr.RUN_ATTEMPT
 TAG_FINISHED_AT = "verl.run.finished_at"
 _COMMIT = "vcs.ref.head.revision"
-_STATE = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+_STATE = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED", "stopped": "KILLED"}
 
 
 @dataclass(frozen=True)

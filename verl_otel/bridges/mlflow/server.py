@@ -4,10 +4,8 @@ Answers so that the Collector does the right thing: 503 when MLflow is away (it 
 401, 413, 415 for what can never be taken, and a partial success that says how much was not for MLflow.
 """
 
-import hmac
 import logging
 import os
-import zlib
 from typing import Any
 
 from google.protobuf import json_format
@@ -28,6 +26,7 @@ from starlette.routing import Route
 
 from verl_otel.bridges.mlflow.runs import RunEvent, Runs
 from verl_otel.bridges.mlflow.traces import Refused, Traces, TryLater
+from verl_otel.webserver import BadRequest, is_authorized, read_body, unauthorized
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +34,6 @@ MAX_BODY = 64 << 20
 """Bytes of a request, before and after decompression."""
 
 _PROTOBUF, _JSON = "application/x-protobuf", "application/json"
-
-
-class BadRequest(Exception):
-    """A request that cannot be taken."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def app(tracking_uri: str, token: str = "") -> Starlette:
@@ -58,13 +49,13 @@ def app(tracking_uri: str, token: str = "") -> Starlette:
     traces = Traces(runs, tracking_uri)
 
     async def take_logs(request: Request) -> Response:
-        if not _authorized(request, token):
-            return _unauthorized()
+        if not is_authorized(request, token):
+            return unauthorized()
         return await _take(request, ExportLogsServiceRequest(), ExportLogsServiceResponse(), _log_handler(runs))
 
     async def take_traces(request: Request) -> Response:
-        if not _authorized(request, token):
-            return _unauthorized()
+        if not is_authorized(request, token):
+            return unauthorized()
         return await _take(request, ExportTraceServiceRequest(), ExportTraceServiceResponse(), _trace_handler(traces))
 
     async def health(request: Request) -> Response:
@@ -77,19 +68,6 @@ def app(tracking_uri: str, token: str = "") -> Starlette:
             Route("/healthz", health),
         ]
     )
-
-
-def _authorized(request: Request, token: str) -> bool:
-    if not token:
-        return True
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    # In constant time: how long it takes says nothing of how much of it was right.
-    return hmac.compare_digest(given.strip().encode("latin-1"), token.encode()) and scheme.lower() == "bearer"
-
-
-def _unauthorized() -> Response:
-    """Given before the body is read."""
-    return PlainTextResponse("a bearer token is needed here\n", 401, {"WWW-Authenticate": "Bearer"})
 
 
 def _log_handler(runs: Runs) -> Any:
@@ -132,7 +110,7 @@ def events_of(request: ExportLogsServiceRequest) -> list[RunEvent]:
 async def _take(request: Request, message: Message, response: Message, handle: Any) -> Response:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     try:
-        _decode(await _body(request), kind, message)
+        _decode(await read_body(request, MAX_BODY), kind, message)
         await run_in_threadpool(handle, message, response)
     except BadRequest as error:
         return PlainTextResponse(f"{error}\n", error.status)
@@ -156,46 +134,6 @@ async def _take(request: Request, message: Message, response: Message, handle: A
         return PlainTextResponse("this request cannot be handled\n", 400)
     content = json_format.MessageToJson(response).encode() if kind == _JSON else response.SerializeToString()
     return Response(content, media_type=kind)
-
-
-async def _body(request: Request) -> bytes:
-    encoding = request.headers.get("content-encoding", "").strip().lower()
-    if encoding not in ("", "identity", "gzip"):
-        raise BadRequest(415, f"content-encoding {encoding} is not supported; use gzip")
-    gzip = _Gunzip() if encoding == "gzip" else None
-    body = bytearray()
-    try:
-        async for chunk in request.stream():
-            body += chunk if gzip is None else gzip.feed(chunk, MAX_BODY + 1 - len(body))
-            if len(body) > MAX_BODY:
-                raise BadRequest(413, f"the request is larger than {MAX_BODY} bytes")
-        if gzip is not None:
-            gzip.finish()
-    except zlib.error as error:
-        raise BadRequest(400, f"the body is not gzip: {error}") from error
-    return bytes(body)
-
-
-class _Gunzip:
-    """Decompresses gzip, of one or more members, a chunk at a time and never more than asked for."""
-
-    def __init__(self) -> None:
-        self._member = zlib.decompressobj(wbits=31)
-
-    def feed(self, chunk: bytes, most: int) -> bytes:
-        """At most `most` decompressed bytes of what came so far (more means that the request is too large)."""
-        out = bytearray()
-        while chunk and len(out) < most:
-            if self._member.eof:
-                self._member = zlib.decompressobj(wbits=31)
-            out += self._member.decompress(chunk, most - len(out))
-            chunk = self._member.unused_data
-        return bytes(out)
-
-    def finish(self) -> None:
-        """Raise `zlib.error` if the body ended in the middle."""
-        if not self._member.eof:
-            raise zlib.error("it ends in the middle")
 
 
 def _decode(body: bytes, kind: str, message: Message) -> None:
