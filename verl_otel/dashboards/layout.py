@@ -52,20 +52,21 @@ class _FiringAlerts(Builder[models.AnnotationQuery], models.AnnotationQuery):
 
 
 def board(
-    uid: str, title: str, description: str, mlflow: str, filters: Sequence[str], time_from: str = "now-3h"
+    uid: str, title: str, description: str, mlflow: str, filters: Sequence[str], window: bool = True
 ) -> builders.Dashboard:
     """A dashboard without panels.
 
     Args:
         mlflow: URL of MLflow, for the links to it.
         filters: names of `_VARIABLES`; each is filtered by those before it.
+        window: whether a query has `$window`.
     """
     start = (
         builders.Dashboard(title)
         .uid(uid)
         .description(description)
         .tags([TAG])
-        .time(time_from, "now")
+        .time("now-3h", "now")
         .timezone("browser")
         .refresh("30s")
         .tooltip(models.DashboardCursorSync.CROSSHAIR)
@@ -78,7 +79,8 @@ def board(
     )
     for position, name in enumerate(filters):
         start.with_variable(_filter(name, filters[:position]))
-    start.with_variable(_window())
+    if window:
+        start.with_variable(_window())
     start.link(
         builders.DashboardLink("verl dashboards")
         .type(models.DashboardLinkType.DASHBOARDS)

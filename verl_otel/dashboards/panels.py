@@ -17,8 +17,8 @@ from verl_otel.dashboards.layout import PROMETHEUS
 OF_RUN = "{{verl_run_id}} #{{verl_run_attempt}}"
 """Legend of a line: run and attempt."""
 
-_UNITS = {"s": "s", "ms": "ms", "1": "percentunit", "By": "bytes", "MiBy": "mbytes", "GiBy": "gbytes", "W": "watt"}
-_UNITS |= {"Cel": "celsius", "J": "joule", "{token}/s": "suffix: tok/s"}
+UNITS = {"s": "s", "ms": "ms", "1": "percentunit", "By": "bytes", "MiBy": "mbytes", "GiBy": "gbytes", "W": "watt"}
+UNITS |= {"Cel": "celsius", "J": "joule", "{token}/s": "suffix: tok/s"}
 
 Steps = Sequence[tuple[float | None, str]]
 """Thresholds: from this value on, this colour; the first from minus infinity (None)."""
@@ -59,7 +59,7 @@ class About:
     def of(cls, metric: str, note: str = "", unit: str = "") -> "About":
         entry = queries.known(metric)
         text = f"{entry.brief}. {note}".strip() if note else f"{entry.brief}."
-        return cls(f"{text}\n\n`{metric}`", unit or _UNITS.get(entry.unit, "short"))
+        return cls(f"{text}\n\n`{metric}`", unit or UNITS.get(entry.unit, "short"))
 
 
 def lines(

@@ -19,6 +19,7 @@ def board(mlflow: str) -> Dashboard:
         "One run, or some side by side: does it learn, and where does the step's time go?",
         mlflow,
         [*queries.CHOSEN_RUN.values()],
+        window=False,
     )
     _first_look(board)
     board.with_row(Row("Learning"))
@@ -39,7 +40,7 @@ def _first_look(board: Dashboard) -> None:
 
     board.with_panel(newest("Step", "verl.training.step", graph=False, decimals=0))
     board.with_panel(newest("Reward", "verl.reward.mean", decimals=3))
-    board.with_panel(newest("KL", "verl.kl.divergence", keep=(_KL,), legend="{{verl_kl_type}} #{{verl_run_attempt}}"))
+    board.with_panel(newest("KL", "verl.kl.divergence", keep=(_KL,), legend="{{verl_kl_type}} " + OF_RUN))
     board.with_panel(newest("Entropy", "verl.policy.entropy"))
     board.with_panel(newest("Clip fraction", "verl.policy.clip_fraction", ((None, "green"), (0.25, "orange"))))
     board.with_panel(newest("Step time", "verl.step.time"))
