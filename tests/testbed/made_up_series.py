@@ -30,12 +30,9 @@ _SENT, _RECEIVED = {"exporter": ["otlp_http/prometheus"]}, {"receiver": ["otlp"]
 _SIGNALS = ("spans", "metric_points", "log_records")
 
 OTHERS: dict[str, tuple[str, Mapping[str, Sequence[str]]]] = {
-    "ALERTS": (
-        "gauge",
-        {**_ALERT, "alertname": ["VerlRunHung", "HighKLDivergence"], "severity": ["critical", "warning"]},
-    ),
+    "ALERTS": ("one", {**_ALERT, "alertname": ["VerlRunHung"], "severity": ["critical", "warning"]}),
     "otelcol_exporter_queue_size": ("gauge", _QUEUE),
-    "otelcol_exporter_queue_capacity": ("gauge", _QUEUE),
+    "otelcol_exporter_queue_capacity": ("capacity", _QUEUE),
     **{f"otelcol_exporter_send_failed_{signal}": ("counted", _SENT) for signal in _SIGNALS},
     **{f"otelcol_receiver_refused_{signal}": ("counted", _RECEIVED) for signal in _SIGNALS},
     "otelcol_processor_filter_datapoints_filtered": ("counted", {"filter": ["filter/too_late"]}),
@@ -74,6 +71,7 @@ _FANNED: dict[str, Sequence[str]] = {
 }
 _RANKS = [str(rank) for rank in range(4)]
 _OF_RANKS = ("verl.worker.duration", "verl.worker.memory.", "verl.server.", "gen_ai.server.")
+_CONSTANT = {"hw.gpu.memory.limit": 1e11}
 _GROWS = {"verl.training.step", "verl.training.epoch"}
 
 
@@ -158,8 +156,8 @@ def _of_registry(metric: Metric) -> dict[str, Sequence[str]]:
     examples = registry.load().attributes
     for name in (*metric.attributes, *([attr.VERL_KEY] if metric.keys else [])):
         labels[name] = _FANNED.get(name) or [str(value) for value in examples.get(name, {}).get("examples", ["x"])[:2]]
-    if "hw.id" in labels:  # a card has one name
-        labels["hw.id"], labels["hw.name"] = [f"GPU-{number}" for number in range(4)], ["gpu"]
+    if "hw.id" in labels:
+        labels["hw.id"] = [f"GPU-{number}" for number in range(4)]
     return labels
 
 
@@ -174,7 +172,10 @@ def _points(
     bounds = list(metric.boundaries) if metric and metric.boundaries else [0.01, 0.1, 0.5, 1.0, 5.0]
     points = []
     for number, chosen in enumerate(itertools.product(*labels.values())):
-        attributes = _attributes(dict(zip(labels, chosen, strict=True)))
+        said = dict(zip(labels, chosen, strict=True))
+        if "hw.id" in said:
+            said["hw.name"] = said["hw.id"].replace("-", " ")
+        attributes = _attributes(said)
         for index, at in enumerate(times):
             stamp = {"startTimeUnixNano": _nanos(times[0] - 10), "timeUnixNano": _nanos(at), "attributes": attributes}
             if kind == "histogram":
@@ -188,6 +189,11 @@ def _value(metric: Metric | None, kind: str, number: int, index: int, at: float,
     wave = 0.5 + 0.4 * math.sin(index / 5 + number)
     if kind in ("counter", "counted"):
         return float((index + 1) * (1 + number % 3))
+    constant = {"one": 1.0, "capacity": 100.0}.get(kind) or _CONSTANT.get(metric.name if metric else "")
+    if constant is not None:
+        return constant
+    if metric and metric.name == "hw.status":
+        return float(number % 2 == 0)
     if kind == "share" or (metric and metric.unit == "1"):
         return wave
     if metric and metric.unit == "s" and "Unix time" in metric.brief:

@@ -9,7 +9,6 @@ from verl_otel.dashboards.uids import FLEET, RUN
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv.stages import STEP_TIMER
 
-_PRESENCE = "verl.process.start_time"
 _NAMES = (attr.PROJECT_NAME, attr.EXPERIMENT_NAME)
 _RUN_ID, _ATTEMPT = (queries.label(attribute) for attribute in queries.RUN)
 
@@ -22,7 +21,7 @@ def board(mlflow: str) -> Dashboard:
         mlflow,
         [*queries.CHOSEN_RUN.values()],
     )
-    started = queries.series(_PRESENCE)
+    started = queries.series(queries.PRESENCE)
     reporting = f"count(count by ({_RUN_ID}) (time() - timestamp({started}) < {FRESH})) or vector(0)"
     seen = f"count(count by ({_RUN_ID}) (last_over_time({started}[$__range])))"
     board.with_panel(
@@ -73,15 +72,15 @@ def board(mlflow: str) -> Dashboard:
 def _runs():
     def with_names(expression: str) -> str:
         """The query, with the names of each run."""
-        names = f"max {queries.by((*queries.RUN, *_NAMES))} (last_over_time({queries.series(_PRESENCE)}[$__range])) * 0"
+        names = f"{queries.last(queries.PRESENCE, keep=_NAMES)} * 0"
         return f"{names} + on ({_RUN_ID}, {_ATTEMPT}) group_left () ({expression})"
 
     alerts = f"count {queries.by(queries.RUN[:1])} ({queries.firing()})"
-    with_alerts = queries.last(_PRESENCE) + f" * 0 + on ({_RUN_ID}) group_left () {alerts}"
+    with_alerts = queries.last(queries.PRESENCE) + f" * 0 + on ({_RUN_ID}) group_left () {alerts}"
     columns = [
         Column(
             "State",
-            with_names(queries.silent_for(_PRESENCE)),
+            with_names(queries.silent_for(queries.PRESENCE)),
             mappings=states((None, FRESH, "reporting", "green"), (FRESH, None, "silent", "text")),
         ),
         Column("Step", with_names(queries.last("verl.training.step", REDUCED)), "none"),

@@ -54,7 +54,7 @@ def _first_look(board: Dashboard) -> None:
     errors = f"sum(max {queries.by((*_GPU, attr.ERROR_TYPE))} ({queries.series('hw.errors')}))"
     board.with_panel(number("ECC errors", [Query(errors, "")], About.of("hw.errors"), 3, LOST))
     failed = f"sum({_each('hw.status', _FAILED)})"
-    board.with_panel(number("GPUs failed", [Query(failed, "")], About.of("hw.status"), 3, LOST))
+    board.with_panel(number("GPUs failed", [Query(failed, "")], About.of("hw.status", unit="none"), 3, LOST))
 
 
 def _gpus(board: Dashboard) -> None:

@@ -18,14 +18,14 @@ PROMETHEUS = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 TAG = "verl"
 
 _ALL = models.VariableOption(selected=True, text="All", value="$__all")
-_PRESENCE = "verl.process.start_time"
-"""The metric by whose labels runs are found: a process has it from its first second."""
-
 _ANY, _ANY_RANK = ".*", "[0-9]+"  # `all` is no rank
 
 _VARIABLES = {
-    **{variable: (attribute, queries.name_of(_PRESENCE), _ANY) for attribute, variable in queries.CHOSEN_RUN.items()},
-    "role": (attr.PROCESS_ROLE, queries.name_of(_PRESENCE), _ANY),
+    **{
+        variable: (attribute, queries.name_of(queries.PRESENCE), _ANY)
+        for attribute, variable in queries.CHOSEN_RUN.items()
+    },
+    "role": (attr.PROCESS_ROLE, queries.name_of(queries.PRESENCE), _ANY),
     "rank": (attr.RANK, queries.name_of("verl.worker.duration", "count"), _ANY_RANK),
 }
 """Name -> the attribute that it chooses, the series that have it, and the regular expression for All."""

@@ -21,6 +21,9 @@ CHOSEN = {CLUSTER: "cluster", attr.PROJECT_NAME: "project", attr.EXPERIMENT_NAME
 """Attribute -> the dashboards' variable, besides those of `RUN`."""
 CHOSEN_RUN = {**CHOSEN, attr.RUN_ID: "run", attr.RUN_ATTEMPT: "attempt"}
 
+PRESENCE = "verl.process.start_time"
+"""The metric by which runs and processes are found: a process has it from its first second to its last."""
+
 WINDOW = "$window"
 """Over which rates are taken: a variable, since a step takes from a second to half an hour."""
 FRESH = 60
@@ -130,9 +133,16 @@ def quantile(share: float, metric: str, where: Matchers | None = None, keep: Seq
 
 
 def since(metric: str, where: Matchers | None = None, keep: Sequence[str] = ()) -> str:
-    """Seconds since the Unix time that a gauge has, of those that are still sent."""
-    fresh = f"({series(metric, where)} and (time() - timestamp({series(metric, where)}) < {FRESH}))"
-    return f"time() - max {by((*RUN, *keep))} {fresh}"
+    """Seconds since the Unix time that a gauge has, of those that are still sent.
+
+    A stage that has ended is not sent any more, but Prometheus shows its last point for minutes: those count that are
+    as new as the newest of their process.
+    """
+    process = by((*RUN, "instance"))
+    newest = f"max {process} (timestamp({series(PRESENCE)}) > time() - {FRESH})"
+    found = series(metric, where)
+    sent = f"timestamp({found}) >= {process.replace('by', 'on')} group_left () {newest}"
+    return f"time() - max {by((*RUN, *keep))} ({found} and {sent})"
 
 
 def silent_for(metric: str, keep: Sequence[str] = ()) -> str:

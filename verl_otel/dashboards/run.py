@@ -3,7 +3,7 @@
 from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
 
 from verl_otel.dashboards import layout, queries
-from verl_otel.dashboards.panels import OF_RUN, About, Column, Query, heat, lines, number, rows
+from verl_otel.dashboards.panels import LOST, OF_RUN, About, Column, Query, heat, lines, number, rows
 from verl_otel.dashboards.queries import REDUCED, value
 from verl_otel.dashboards.uids import RUN
 from verl_otel.semconv import attributes as attr
@@ -34,24 +34,26 @@ def board(mlflow: str) -> Dashboard:
 
 
 def _first_look(board: Dashboard) -> None:
-    def newest(title, metric, thresholds=(), graph=True, decimals=None, where=REDUCED, keep=(), legend=OF_RUN):
-        shown = value(metric, where, keep) if graph else queries.last(metric, where, keep)
-        return number(title, [Query(shown, legend)], About.of(metric), 3, thresholds, decimals, graph)
+    def newest(title, metric, width, thresholds=(), decimals=None):
+        shown = [Query(value(metric, REDUCED))]
+        return number(title, shown, About.of(metric), width, thresholds, decimals, graph=True)
 
-    board.with_panel(newest("Step", "verl.training.step", graph=False, decimals=0))
-    board.with_panel(newest("Reward", "verl.reward.mean", decimals=3))
-    board.with_panel(newest("KL", "verl.kl.divergence", keep=(_KL,), legend="{{verl_kl_type}} " + OF_RUN))
-    board.with_panel(newest("Entropy", "verl.policy.entropy"))
-    board.with_panel(newest("Clip fraction", "verl.policy.clip_fraction", ((None, "green"), (0.25, "orange"))))
-    board.with_panel(newest("Step time", "verl.step.time"))
-    board.with_panel(newest("Throughput per GPU", "verl.throughput"))
+    step = [Query(queries.last("verl.training.step", REDUCED))]
+    board.with_panel(number("Step", step, About.of("verl.training.step"), 2, decimals=0))
+    board.with_panel(newest("Reward", "verl.reward.mean", 3, decimals=3))
+    kl = [Query(value("verl.kl.divergence", REDUCED, (_KL,)), "{{verl_kl_type}} " + OF_RUN)]
+    board.with_panel(number("KL", kl, About.of("verl.kl.divergence"), 6, graph=True))
+    board.with_panel(newest("Entropy", "verl.policy.entropy", 3))
+    board.with_panel(newest("Clip fraction", "verl.policy.clip_fraction", 2, ((None, "green"), (0.25, "orange"))))
+    board.with_panel(newest("Step time", "verl.step.time", 3))
+    board.with_panel(newest("Throughput per GPU", "verl.throughput", 3))
     board.with_panel(
         number(
             "Not finite",
             [Query(f"sum({queries.total('verl.metric.non_finite')}) or vector(0)", "")],
             About.of("verl.metric.non_finite", "All that were counted, not only in the time range"),
-            3,
-            ((None, "green"), (1, "red")),
+            2,
+            LOST,
         )
     )
 
