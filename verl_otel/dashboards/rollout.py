@@ -10,7 +10,7 @@ from verl_otel.semconv import attributes as attr
 
 _SERVER = (attr.REPLICA,)
 _OF_SERVER = "{{verl_replica}} " + OF_RUN
-_EXEMPLARS = "Points are requests whose trace is known: click on one to open it in Jaeger."
+_EXEMPLARS = "Points are those whose trace is known: click on one to open it in Jaeger."
 _ENGINE = About(
     "The engine's own metric, under its own name, vLLM's or SGLang's: needs the scrape job "
     "deploy/prometheus/scrape-rollout-servers.yaml"
@@ -98,10 +98,10 @@ def _servers(board: Dashboard) -> None:
         lines(
             "Duration of requests",
             [
-                Query(quantile(share, "gen_ai.server.request.duration"), f"p{share * 100:.0f} {OF_RUN}", exemplars=True)
+                Query(quantile(share, "gen_ai.server.request.duration"), f"p{share * 100:.0f} {OF_RUN}")
                 for share in (0.5, 0.95)
             ],
-            About.of("gen_ai.server.request.duration", _EXEMPLARS),
+            About.of("gen_ai.server.request.duration"),
         )
     )
     board.with_panel(
@@ -208,9 +208,10 @@ def _trajectories(board: Dashboard) -> None:
                 Query(
                     quantile(0.95, "verl.compute_score.duration", keep=(attr.DATA_SOURCE,)),
                     "{{verl_data_source}} " + OF_RUN,
+                    exemplars=True,
                 )
             ],
-            About.of("verl.compute_score.duration"),
+            About.of("verl.compute_score.duration", _EXEMPLARS),
         )
     )
     board.with_panel(
