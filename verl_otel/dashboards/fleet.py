@@ -1,6 +1,7 @@
 """*Fleet*: all runs. Which one is stuck, slow, lost, or alerts?"""
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
+from grafana_foundation_sdk.builders.table import Panel
 
 from verl_otel.dashboards import layout, queries
 from verl_otel.dashboards.panels import About, Column, Query, lines, link, number, rows, states
@@ -69,7 +70,7 @@ def board(mlflow: str) -> Dashboard:
     return board
 
 
-def _runs():
+def _runs() -> Panel:
     def with_names(expression: str) -> str:
         """The query, with the names of each run."""
         names = f"{queries.last(queries.PRESENCE, keep=_NAMES)} * 0"
@@ -117,7 +118,7 @@ def _runs():
     return rows("Runs", keys, columns, about, links=links, height=9)
 
 
-def _stages_now():
+def _stages_now() -> Panel:
     expr = queries.since("verl.stage.active", {attr.TIMER: queries.other_than(STEP_TIMER)}, (attr.TIMER,))
     return rows(
         "Stages that run now",
@@ -128,7 +129,7 @@ def _stages_now():
     )
 
 
-def _alerts_now():
+def _alerts_now() -> Panel:
     keys = {"severity": "Severity", "alertname": "Alert", _RUN_ID: "Run", attr.STAGE: "Stage", attr.RANK: "Rank"}
     expr = f"max by ({', '.join(keys)}) ({queries.firing()})"
     return rows(

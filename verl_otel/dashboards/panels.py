@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from grafana_foundation_sdk.builders import bargauge, common, heatmap, stat, table, timeseries
 from grafana_foundation_sdk.builders import dashboard as builders
@@ -242,7 +243,7 @@ def states(*ranges: tuple[float | None, float | None, str, str]) -> list[models.
     ]
 
 
-def _common(panel, title, about: About, width, height):
+def _common(panel: Any, title: str, about: About, width: int, height: int) -> Any:
     return panel.title(title).description(about.text).unit(about.unit).span(width).height(height).datasource(PROMETHEUS)
 
 
