@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from verl_otel.cli import mlflow_bridge, replay, report
+from verl_otel.cli import doctor, mlflow_bridge, replay, report
 from verl_otel.version import __version__
 
 
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"verl-otel {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (report, replay, mlflow_bridge):
+    for command in (report, replay, doctor, mlflow_bridge):
         command.add_to(commands)
     options = parser.parse_args(arguments)
     return options.run(options)

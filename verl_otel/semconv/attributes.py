@@ -111,3 +111,8 @@ EVENT_STEP = "verl.step"
 EVENT_RUN_STARTED = "verl.run.started"
 EVENT_RUN_FINISHED = "verl.run.finished"
 RUN_STATE = "verl.run.state"
+
+# Test data of `verl-otel doctor`
+DOCTOR_ID = "verl.doctor.id"
+SPAN_DOCTOR = "verl.doctor"
+EVENT_DOCTOR = "verl.doctor"

@@ -26,6 +26,7 @@ SKIPPED = _metrics["verl.metric.skipped"]
 FAILURES = _metrics["verl.otel.failures"]
 DROPPED = _metrics["verl.otel.dropped"]
 EXPORTED = _metrics["verl.otel.exported"]
+DOCTOR_TIMESTAMP = _metrics["verl.doctor.timestamp"]
 
 LOSS = _metrics["verl.loss"]
 GRAD_NORM = _metrics["verl.grad_norm"]
