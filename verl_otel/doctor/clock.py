@@ -36,7 +36,7 @@ def of_server(shown: str, tls: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def skew(date: str, before: float, after: float) -> float | None:
-    """Seconds by which a server's clock is ahead of ours, 0 where the difference may be nothing; None if it is not known.
+    """Seconds by which a server's clock is ahead of ours, 0 where that may be nothing; None if it is not known.
 
     Args:
         date: an HTTP date, of an answer that came between `before` and `after` (Unix time in seconds).

@@ -32,7 +32,7 @@ def check(asked: Asked) -> Iterator[Finding]:
             yield problem(
                 "VO-RAY-UNREACHABLE",
                 f"the Ray cluster {address} cannot be joined ({found['error']})",
-                "is it up (ray status), and is the version of Ray and Python the same as here? Give its address to --ray",
+                "is it up (ray status), with the versions of Ray and Python that are here? Give its address to --ray",
                 address=address,
             )
             return

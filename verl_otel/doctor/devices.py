@@ -9,6 +9,10 @@ from verl_otel.hardware import visible
 from verl_otel.hardware.nvml import NvmlReader
 from verl_otel.hardware.readers import Device
 
+_NO_DRIVER = (
+    "on a machine with NVIDIA's GPUs: does nvidia-smi work here? In a container, NVIDIA_DRIVER_CAPABILITIES needs "
+    "`utility`"
+)
 _BY_UUID = "set it to UUIDs (nvidia-smi -L), or set CUDA_DEVICE_ORDER=PCI_BUS_ID"
 
 
@@ -39,9 +43,7 @@ def _no_nvml() -> tuple[str, str]:
         pynvml.nvmlInit()
         pynvml.nvmlShutdown()
     except Exception as error:
-        fix = "on a machine with NVIDIA's GPUs: does nvidia-smi work here? In a container, NVIDIA_DRIVER_CAPABILITIES " \
-              "needs `utility`"  # fmt: skip
-        return f"{type(error).__name__}: {error}", fix
+        return f"{type(error).__name__}: {error}", _NO_DRIVER
     return "", ""
 
 
@@ -57,16 +59,14 @@ def _devices(devices: list[Device], environ: Mapping[str, str]) -> Iterator[Find
         used = visible.resolve(mask, devices)
     except visible.Unsure as error:
         what = f"{shown_mask} does not tell for certain which of {len(devices)} devices it means ({error})"
-        yield warning(
-            "VO-GPU-UNSURE", what, f"{_BY_UUID}; until then no metrics of GPUs are better than wrong ones", **data
-        )
+        yield warning("VO-GPU-UNSURE", what, f"{_BY_UUID}; until then there are no metrics of GPUs", **data)
         return
     wanted = [part.strip() for part in (mask or "").split(",") if part.strip()]
     if mask is not None and len(used) < len(wanted) and not (len(wanted) == 1 and wanted[0] in ("-1", "NoDevFiles")):
         yield warning(
             "VO-GPU-MASK",
-            f"{shown_mask} means {len(used)} devices, not {len(wanted)}: CUDA stops at the first that is not there, and "
-            "one that is there twice makes it empty",
+            f"{shown_mask} means {len(used)} devices, not {len(wanted)}: CUDA stops at the first that is not there, "
+            "and one that is named twice makes it empty",
             f"correct {NvmlReader.mask}; the devices are: {'; '.join(names.values())}",
             visible=used,
             **data,

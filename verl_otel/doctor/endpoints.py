@@ -55,12 +55,17 @@ def check(asked: Asked) -> Iterator[Finding]:
 
 
 def _servers(environ: Mapping[str, str]) -> dict[str, list[Any]]:
-    """Scheme, host and port -> the signals that go there by OTLP/HTTP; under "" the findings about all other signals."""
+    """Scheme, host and port -> the signals that go there by OTLP/HTTP; "" -> the findings about all others."""
     from verl_otel.export import providers  # needs the SDK, which may not come up: see the area settings
 
     servers: dict[str, list[Any]] = {"": []}
-    for signal in SIGNALS:
-        names = providers.exporter_names(signal)
+    exporters = {signal: providers.exporter_names(signal) for signal in SIGNALS}
+    in_files = [signal for signal, names in exporters.items() if names == [providers.FILE_EXPORTER]]
+    if in_files:
+        what = f"{', '.join(in_files)} are recorded in files, and sent nowhere"
+        fix = "to send them: export OTEL_EXPORTER_OTLP_ENDPOINT=http://<collector>:4318"
+        servers[""].append(note("VO-NO-ENDPOINT", what, fix, signals=in_files))
+    for signal, names in exporters.items():
         if providers.OTLP_HTTP in names:
             try:
                 servers.setdefault(Endpoint(signal, environ=environ).shown, []).append(signal)
@@ -68,7 +73,7 @@ def _servers(environ: Mapping[str, str]) -> dict[str, list[Any]]:
                 fix = "set OTEL_EXPORTER_OTLP_ENDPOINT to a URL such as http://127.0.0.1:4318"
                 servers[""].append(problem("VO-ENDPOINT-URL", f"{signal}: {error}", fix, signal=signal))
         for name in names:
-            if name != providers.OTLP_HTTP:
+            if name not in (providers.OTLP_HTTP, providers.FILE_EXPORTER):
                 servers[""].append(_of_other(signal, name, environ))
     return servers
 
@@ -77,13 +82,6 @@ def _of_other(signal: str, exporter: str, environ: Mapping[str, str]) -> Finding
     from verl_otel.export import providers
 
     data = {"signal": signal, "exporter": exporter}
-    if exporter == providers.FILE_EXPORTER:
-        return note(
-            "VO-NO-ENDPOINT",
-            f"{signal} are recorded in files, and sent nowhere",
-            "to send them: export OTEL_EXPORTER_OTLP_ENDPOINT=http://<collector>:4318",
-            **data,
-        )
     if exporter == providers.OTLP_GRPC:
         url = environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT") or environ.get(
             "OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:4317"
@@ -163,9 +161,9 @@ class Tls:
 
     def context(self) -> ssl.SSLContext:
         """Raises what `ssl` does of files that cannot be used."""
-        from requests import certs
+        from requests.utils import DEFAULT_CA_BUNDLE_PATH
 
-        context = ssl.create_default_context(cafile=self.authority or certs.where())
+        context = ssl.create_default_context(cafile=self.authority or DEFAULT_CA_BUNDLE_PATH)
         if self.certificate:
             context.load_cert_chain(self.certificate, self.key or None)
         return context

@@ -205,7 +205,7 @@ def in_child(_: str) -> Iterator[dict[str, Any]]:
 
 
 _SAID_OTHERWISE = ("is not installed", "Invalid key value resource attribute pair")
-"""Warnings that are findings of their own, here and in labels.py; the second has the attribute, which may be a secret."""
+"""Warnings that are findings of their own, here and in labels.py; the second shows what may be a secret."""
 
 
 def _made(folder: str) -> Iterator[dict[str, Any]]:

@@ -118,12 +118,13 @@ def _opentelemetry() -> Iterator[Finding]:
             installed=found,
         )
     if not conflicts:
-        shown = ", ".join(f"{name.removeprefix('opentelemetry-')} {version}" for name, version in sorted(versions.items())
-                          if name in _SHOWN)  # fmt: skip
+        shown = ", ".join(
+            f"{name.removeprefix('opentelemetry-')} {versions[name]}" for name in _SHOWN if name in versions
+        )
         yield ok("VO-OPENTELEMETRY", f"OpenTelemetry: {shown}; its packages fit together", packages=versions)
 
 
-_SHOWN = {"opentelemetry-api", "opentelemetry-sdk", "opentelemetry-instrumentation"}
+_SHOWN = ("opentelemetry-api", "opentelemetry-sdk", "opentelemetry-instrumentation")
 
 
 def _conflicts(packages: list[str]) -> Iterator[tuple[str, Requirement, str]]:
