@@ -1,81 +1,94 @@
 """Whether what the run sends arrives: each endpoint's name, port, TLS, and its answer to real test data."""
 
-import socket
-import ssl
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import entry_points
-from typing import Any
 from urllib.parse import urlsplit
 
 from verl_otel import config
 from verl_otel.doctor import clock
 from verl_otel.doctor.asked import Asked
-from verl_otel.doctor.findings import Finding, note, ok, problem, warning
+from verl_otel.doctor.findings import PROBLEM, Finding, note, ok, problem, warning
 from verl_otel.doctor.gathering import Gathering
+from verl_otel.doctor.network import reach, tls_of
 from verl_otel.export.otlp_http import SIGNALS, Answer, Endpoint, Outcome
 
 SECONDS = 25.0
-CONNECT = 4.0
-"""Seconds for a connection, and for TLS on it."""
-
 ANSWER = 5.0
 """Seconds for an answer to test data; a run waits as long as OTEL_EXPORTER_OTLP_TIMEOUT says."""
-
-_DAY = 86400
-_SOON = 14 * _DAY
 
 
 def check(asked: Asked) -> Iterator[Finding]:
     """Send each signal's test data to where a run would send it."""
     delivered: set[str] = set()
     try:
-        by_server = _servers(asked.environ)
-        yield from (found for found in by_server.pop("", []) if isinstance(found, Finding))
-        end = asked.until(SECONDS)
-        servers = [
-            (shown, signals, Gathering(partial(_of_server, asked, shown, signals, delivered)))
-            for shown, signals in by_server.items()
-        ]
-        for shown, signals, gathering in servers:
-            ended = gathering.wait(end)
-            yield from list(gathering.found)
-            if gathering.error is not None:
-                raise gathering.error
-            if not ended:
-                yield problem(
-                    "VO-ENDPOINT-SLOW",
-                    f"{shown} ({', '.join(signals)}): looking at it takes longer than {SECONDS:g} s",
-                    "look at the name server and the network: the run waits for it in the background, and spools",
-                    endpoint=shown,
-                )
+        if config.sdk_disabled(asked.environ):
+            yield note("VO-ENDPOINTS-OFF", "no test data is sent, since telemetry is off", "see under activation")
+            return
+        try:
+            from verl_otel.export import providers
+        except Exception as error:  # the SDK reads its variables when it is imported
+            what = f"no test data is sent, since OpenTelemetry cannot be set up ({type(error).__name__})"
+            yield note("VO-ENDPOINTS-OFF", what, "see under settings")
+            return
+        exporters = {signal: providers.exporter_names(signal) for signal in SIGNALS}
+        yield from _of_others(exporters, asked.environ)
+        servers, malformed = _servers(exporters, asked.environ)
+        yield from malformed
+        yield from _send(asked, servers, delivered)
     finally:
         asked.probe.sent(frozenset(delivered))
 
 
-def _servers(environ: Mapping[str, str]) -> dict[str, list[Any]]:
-    """Scheme, host and port -> the signals that go there by OTLP/HTTP; "" -> the findings about all others."""
-    from verl_otel.export import providers  # needs the SDK, which may not come up: see the area settings
+def _servers(
+    exporters: Mapping[str, Sequence[str]], environ: Mapping[str, str]
+) -> tuple[dict[str, list[str]], list[Finding]]:
+    """Scheme, host and port -> the signals that go there by OTLP/HTTP; and findings about what is no URL."""
+    from verl_otel.export.providers import OTLP_HTTP
 
-    servers: dict[str, list[Any]] = {"": []}
-    exporters = {signal: providers.exporter_names(signal) for signal in SIGNALS}
-    in_files = [signal for signal, names in exporters.items() if names == [providers.FILE_EXPORTER]]
+    servers: dict[str, list[str]] = {}
+    malformed = []
+    for signal in (signal for signal, names in exporters.items() if OTLP_HTTP in names):
+        try:
+            servers.setdefault(Endpoint(signal, environ=environ).shown, []).append(signal)
+        except ValueError as error:
+            fix = "set OTEL_EXPORTER_OTLP_ENDPOINT to a URL such as http://127.0.0.1:4318"
+            malformed.append(problem("VO-ENDPOINT-URL", f"{signal}: {error}", fix, signal=signal))
+    return servers, malformed
+
+
+def _send(asked: Asked, servers: Mapping[str, Sequence[str]], delivered: set[str]) -> Iterator[Finding]:
+    end = asked.until(SECONDS)
+    gatherings = {
+        shown: Gathering(partial(_of_server, asked, shown, signals, delivered)) for shown, signals in servers.items()
+    }
+    for shown, gathering in gatherings.items():
+        ended = gathering.wait(end)
+        yield from list(gathering.found)
+        if gathering.error is not None:
+            raise gathering.error
+        if not ended:
+            yield problem(
+                "VO-ENDPOINT-SLOW",
+                f"{shown} ({', '.join(servers[shown])}): looking at it takes longer than {SECONDS:g} s",
+                "look at the name server and the network; a run waits in the background, and spools",
+                endpoint=shown,
+            )
+
+
+def _of_others(exporters: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> Iterator[Finding]:
+    """About what does not go by OTLP/HTTP."""
+    from verl_otel.export.providers import FILE_EXPORTER, OTLP_HTTP
+
+    in_files = [signal for signal, names in exporters.items() if names == [FILE_EXPORTER]]
     if in_files:
         what = f"{', '.join(in_files)} are recorded in files, and sent nowhere"
         fix = "to send them: export OTEL_EXPORTER_OTLP_ENDPOINT=http://<collector>:4318"
-        servers[""].append(note("VO-NO-ENDPOINT", what, fix, signals=in_files))
+        yield note("VO-NO-ENDPOINT", what, fix, signals=in_files)
     for signal, names in exporters.items():
-        if providers.OTLP_HTTP in names:
-            try:
-                servers.setdefault(Endpoint(signal, environ=environ).shown, []).append(signal)
-            except ValueError as error:
-                fix = "set OTEL_EXPORTER_OTLP_ENDPOINT to a URL such as http://127.0.0.1:4318"
-                servers[""].append(problem("VO-ENDPOINT-URL", f"{signal}: {error}", fix, signal=signal))
         for name in names:
-            if name not in (providers.OTLP_HTTP, providers.FILE_EXPORTER):
-                servers[""].append(_of_other(signal, name, environ))
-    return servers
+            if name not in (OTLP_HTTP, FILE_EXPORTER):
+                yield _of_other(signal, name, environ)
 
 
 def _of_other(signal: str, exporter: str, environ: Mapping[str, str]) -> Finding:
@@ -87,7 +100,7 @@ def _of_other(signal: str, exporter: str, environ: Mapping[str, str]) -> Finding
             "OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:4317"
         )
         shown = config.without_secrets(url if "://" in url else f"http://{url}")
-        failure = next((found for found in _network(shown, None, signal) if found.level != "ok"), None)
+        failure = next((found for found in reach(shown, None, signal) if found.level == PROBLEM), None)
         return failure or note(
             "VO-ENDPOINT-GRPC",
             f"{signal}: {shown} takes connections; no test data was sent, since they go by gRPC",
@@ -123,18 +136,28 @@ def _of_server(asked: Asked, shown: str, signals: Sequence[str], delivered: set[
             endpoint=shown,
         )
     else:
-        for found in _network(shown, _tls_of(signals[0], asked.environ), ", ".join(signals)):
+        for found in reach(shown, tls_of(signals[0], asked.environ), ", ".join(signals)):
             yield found
-            if found.level == "problem":
+            if found.level == PROBLEM:
                 return
-    for signal in signals:
-        started = time.monotonic()
-        answer = Endpoint(signal, environ=_impatient(asked.environ)).post(asked.probe.request(signal))
-        if answer.outcome is Outcome.DELIVERED:
-            delivered.add(signal)
-        yield _judged(shown, signal, answer, time.monotonic() - started)
+    answers = {signal: Gathering(partial(_post, asked, signal)) for signal in signals}
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for signal, gathering in answers.items():
+        gathering.wait(asked.until(SECONDS))
+        if gathering.error is not None:
+            raise gathering.error
+        for answer in gathering.found:
+            if answer.outcome is Outcome.DELIVERED:
+                delivered.add(signal)
+            alike.setdefault(_judged(answer), []).append(signal)
+    for (id, reason, fix), of_signals in alike.items():
+        yield _told(shown, of_signals, id, reason, fix)
     if not proxy:
-        yield from clock.of_server(shown, _tls_of(signals[0], asked.environ).of_requests)
+        yield from clock.of_server(shown, tls_of(signals[0], asked.environ).of_requests)
+
+
+def _post(asked: Asked, signal: str) -> Iterator[Answer]:
+    yield Endpoint(signal, environ=_impatient(asked.environ)).post(asked.probe.request(signal))
 
 
 def _impatient(environ: Mapping[str, str]) -> dict[str, str]:
@@ -150,157 +173,28 @@ def _proxy(shown: str) -> str:
     return select_proxy(shown, get_environ_proxies(shown)) or ""
 
 
-# ---- the network ----------------------------------------------------------------------------------------------------
-
-
-class Tls:
-    """What TLS to an endpoint is checked with: paths of PEM files, empty for those of the system, or none."""
-
-    def __init__(self, authority: str, certificate: str, key: str) -> None:
-        self.authority, self.certificate, self.key = authority, certificate, key
-
-    def context(self) -> ssl.SSLContext:
-        """Raises what `ssl` does of files that cannot be used."""
-        from requests.utils import DEFAULT_CA_BUNDLE_PATH
-
-        context = ssl.create_default_context(cafile=self.authority or DEFAULT_CA_BUNDLE_PATH)
-        if self.certificate:
-            context.load_cert_chain(self.certificate, self.key or None)
-        return context
-
-    @property
-    def of_requests(self) -> dict[str, Any]:
-        """As `requests` takes it."""
-        cert = ((self.certificate, self.key) if self.key else self.certificate) if self.certificate else None
-        return {"verify": self.authority or True, "cert": cert}
-
-
-def _tls_of(signal: str, environ: Mapping[str, str]) -> Tls:
-    def setting(name: str) -> str:
-        own = environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_{name}", "").strip()
-        return own or environ.get(f"OTEL_EXPORTER_OTLP_{name}", "").strip()
-
-    return Tls(setting("CERTIFICATE"), setting("CLIENT_CERTIFICATE"), setting("CLIENT_KEY"))
-
-
-def _network(shown: str, tls: Tls | None, signals: str) -> Iterator[Finding]:
-    """Name, port and TLS of a server."""
-    parts = urlsplit(shown)
-    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-    data = {"endpoint": shown, "signals": signals}
-    try:
-        addresses = sorted({entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
-    except OSError as error:
-        yield problem(
-            "VO-ENDPOINT-DNS",
-            f"{shown} ({signals}): the name {host} is not known here ({error.strerror or error})",
-            "correct the name in OTEL_EXPORTER_OTLP_ENDPOINT; in Kubernetes it is <service>.<namespace>.svc",
-            **data,
-        )
-        return
-    try:
-        with socket.create_connection((host, port), CONNECT) as connection:
-            if parts.scheme == "https" and tls is not None:
-                found = _handshake(connection, host, shown, tls)
-                yield found
-                if found.level == "problem":
-                    return
-            elif parts.scheme == "https":
-                return
-    except ConnectionRefusedError:
-        yield problem(
-            "VO-ENDPOINT-REFUSED",
-            f"{shown} ({signals}): nothing listens on port {port} of {host} ({', '.join(map(str, addresses))})",
-            f"start the Collector, or correct OTEL_EXPORTER_OTLP_ENDPOINT; one that listens on 127.0.0.1 only is not "
-            f"reached from other nodes (VERL_OTEL_LISTEN_HTTP=0.0.0.0:{port})",
-            **data,
-        )
-    except (TimeoutError, OSError) as error:
-        yield problem(
-            "VO-ENDPOINT-UNREACHABLE",
-            f"{shown} ({signals}): no connection within {CONNECT:g} s ({_named(error)})",
-            f"look at firewalls and NetworkPolicies between here and port {port} of {host}",
-            **data,
-        )
-
-
-def _handshake(connection: socket.socket, host: str, shown: str, tls: Tls) -> Finding:
-    data = {"endpoint": shown}
-    try:
-        context = tls.context()
-    except (OSError, ssl.SSLError) as error:  # SSLError is an OSError of files with something else in them
-        return problem(
-            "VO-ENDPOINT-CERTIFICATE-FILE",
-            f"{shown}: a file of OTEL_EXPORTER_OTLP_CERTIFICATE, _CLIENT_CERTIFICATE or _CLIENT_KEY cannot be used "
-            f"({_named(error)})",
-            "each has to be a PEM file that this user can read, and the key that of the certificate",
-            **data,
-        )
-    try:
-        with context.wrap_socket(connection, server_hostname=host) as secured:
-            peer, version = secured.getpeercert() or {}, secured.version()
-    except ssl.SSLCertVerificationError as error:
-        return problem(
-            "VO-ENDPOINT-TLS-CERTIFICATE",
-            f"{shown}: its certificate is not accepted ({error.verify_message})",
-            _FIX_OF_CERTIFICATE.get(error.verify_code, _FIX_OF_AUTHORITY),
-            **data,
-        )
-    except (ssl.SSLError, OSError) as error:
-        reason = getattr(error, "reason", None) or _named(error)
-        return problem(
-            "VO-ENDPOINT-NOT-TLS",
-            f"{shown}: no TLS is spoken there, or not ours ({reason})",
-            "if the Collector has no TLS, its URL begins with http://; if it wants a client certificate, set "
-            "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE and _CLIENT_KEY",
-            **data,
-        )
-    left = ssl.cert_time_to_seconds(str(peer["notAfter"])) - time.time() if "notAfter" in peer else _SOON
-    if left < _SOON:
-        return warning(
-            "VO-ENDPOINT-CERTIFICATE-ENDS",
-            f"{shown}: its certificate ends in {left / _DAY:.0f} days",
-            "renew it before: what cannot be sent then waits in the spools",
-            days=round(left / _DAY),
-            **data,
-        )
-    return ok("VO-ENDPOINT-TLS", f"{shown}: {version}, its certificate is accepted", **data)
-
-
-_FIX_OF_AUTHORITY = "set OTEL_EXPORTER_OTLP_CERTIFICATE to the CA that has signed it (PEM)"
-_FIX_OF_CERTIFICATE = {
-    9: "it is not valid yet: look at the clock of this machine",
-    10: "it has ended: renew the Collector's certificate",
-    62: "use a name that is in the certificate, in OTEL_EXPORTER_OTLP_ENDPOINT",
-    64: "use an address that is in the certificate, or a name, in OTEL_EXPORTER_OTLP_ENDPOINT",
-}
-"""By OpenSSL's X509_V_ERR_*."""
-
-
-def _named(error: OSError) -> str:
-    return error.strerror or type(error).__name__
-
-
-# ---- the answer -----------------------------------------------------------------------------------------------------
-
+TAKEN = "VO-ENDPOINT"
 _WHAT = {"traces": "span", "metrics": "metric", "logs": "event"}
 
 
-def _judged(shown: str, signal: str, answer: Answer, seconds: float) -> Finding:
-    data = {"endpoint": shown, "signal": signal, "status": answer.status, "seconds": round(seconds, 3)}
-    test = f"{shown}: the test {_WHAT[signal]}"
-    if answer.outcome is Outcome.DELIVERED and not answer.rejected:
-        return ok("VO-ENDPOINT", f"{test} was taken (HTTP {answer.status}, {seconds * 1000:.0f} ms)", **data)
-    if answer.outcome is Outcome.DELIVERED:
-        return warning(
-            "VO-ENDPOINT-REJECTED",
-            f"{test} was rejected in an answer of success (OTLP's partial success)",
-            "look at the endpoint's log: it takes requests, and leaves out what they have",
-            **data,
-        )
-    id, fix = _FAILURES.get(answer.status) or _FAILURES[_kind(answer)]
+def _told(shown: str, signals: Sequence[str], id: str, reason: str, fix: str) -> Finding:
+    *others, last = (_WHAT[signal] for signal in signals)
+    test = f"{shown}: the test {' and '.join(filter(None, (', '.join(others), last)))}"
+    verb, data = "were" if others else "was", {"endpoint": shown, "signals": list(signals), "reason": reason}
+    if id == TAKEN:
+        return ok(id, f"{test} {verb} taken ({reason})", **data)
+    if id == "VO-ENDPOINT-REJECTED":
+        return warning(id, f"{test} {verb} rejected in an answer of success (OTLP's partial success)", fix, **data)
+    return problem(id, f"{test} {verb} not taken ({reason})", fix, **data)
+
+
+def _judged(answer: Answer) -> tuple[str, str, str]:
+    """(id, reason, what to do)"""
     reason = f"HTTP {answer.status}" if answer.status else answer.reason
-    return problem(id, f"{test} was not taken ({reason})", fix.format(signal=signal), **data)
+    if answer.outcome is Outcome.DELIVERED:
+        return ("VO-ENDPOINT-REJECTED", reason, _REJECTED) if answer.rejected else (TAKEN, reason, "")
+    id, fix = _FAILURES.get(answer.status) or _FAILURES[_kind(answer)]
+    return id, reason, fix
 
 
 def _kind(answer: Answer) -> int:
@@ -310,14 +204,15 @@ def _kind(answer: Answer) -> int:
     return answer.status // 100 * 100
 
 
-_HANGS, _NO_HTTP, _NO_TLS = 0, 1, 2
+_HANGS, _NO_HTTP, _NO_TLS = -1, -2, -3
+_REJECTED = "look at the endpoint's log: it takes requests, and leaves out what they have"
 _AUTHORIZATION = (
     "VO-ENDPOINT-UNAUTHORIZED",
     "set OTEL_EXPORTER_OTLP_HEADERS=authorization=Bearer%20<token>, the spaces as %20, or ask for a new token",
 )
 _PATH = (
     "VO-ENDPOINT-PATH",
-    "is it a Collector's OTLP/HTTP port (4318)? The path there is /v1/{signal}, and a proxy in front may have another",
+    "is it a Collector's OTLP/HTTP port (4318)? The paths there are /v1/traces and so on, and a proxy in front may have another",
 )
 _FAILURES = {
     401: _AUTHORIZATION,
@@ -338,7 +233,7 @@ _FAILURES = {
     ),
     _NO_HTTP: (
         "VO-ENDPOINT-NOT-HTTP",
-        "what listens there does not speak HTTP as OTLP does: 4317 is OTLP/gRPC, 4318 OTLP/HTTP",
+        "what listens there ends the connection, or speaks no HTTP: 4317 is OTLP/gRPC, 4318 OTLP/HTTP",
     ),
     _NO_TLS: (
         "VO-ENDPOINT-TLS-REFUSED",

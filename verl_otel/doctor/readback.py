@@ -114,8 +114,7 @@ def _read_back(
             yield problem(
                 "VO-READ-BACK-MISSING",
                 f"{what} was taken by the endpoint, and is not in {backend.name} after {ARRIVES:g} s",
-                f"look at the Collector's log, and at otelcol_exporter_send_failed_* of its exporter to {backend.name}; "
-                f"{hint}",
+                f"look at the Collector's log, and at otelcol_exporter_send_failed_* for {backend.name}; {hint}",
                 **data,
             )
             return
