@@ -212,7 +212,7 @@ _AUTHORIZATION = (
 )
 _PATH = (
     "VO-ENDPOINT-PATH",
-    "is it a Collector's OTLP/HTTP port (4318)? The paths there are /v1/traces and so on, and a proxy in front may have another",
+    "is it a Collector's OTLP/HTTP port (4318), with /v1/traces, /v1/metrics, /v1/logs? A proxy may have other paths",
 )
 _FAILURES = {
     401: _AUTHORIZATION,

@@ -19,8 +19,6 @@ from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import metrics as names
 from verl_otel.version import __version__
 
-SERVICE = "verl-otel-doctor"
-
 
 class Probe:
     """The test data, and to which signals' endpoints it was delivered."""
@@ -96,7 +94,7 @@ class Probe:
 
 def _resource(resource: object) -> None:
     host = os.uname().nodename
-    values = {attr.SERVICE_NAME: SERVICE, attr.SERVICE_NAMESPACE: "verl", attr.SERVICE_INSTANCE_ID: host}
+    values = {attr.SERVICE_NAME: attr.SERVICE_DOCTOR, attr.SERVICE_NAMESPACE: "verl", attr.SERVICE_INSTANCE_ID: host}
     _add(resource.attributes, {**values, attr.HOST_NAME: host})  # type: ignore[attr-defined]
 
 

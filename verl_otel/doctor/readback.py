@@ -9,7 +9,6 @@ from verl_otel.doctor.asked import Asked
 from verl_otel.doctor.backends import Backend, NoAnswer
 from verl_otel.doctor.findings import Finding, note, ok, problem, warning
 from verl_otel.doctor.gathering import Gathering
-from verl_otel.doctor.probe import SERVICE
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import metrics as names
 from verl_otel.semconv.prometheus import prometheus_name
@@ -19,8 +18,6 @@ ARRIVES = 20.0
 """Seconds after which what was sent should be there: Collectors wait for a batch to be full."""
 
 PAUSE = 0.5
-EXPERIMENT = SERVICE
-"""The MLflow experiment on which the bridge notes the last test event."""
 
 _OLDEST_MLFLOW = (3, 14)
 
@@ -88,12 +85,14 @@ def _mlflow(asked: Asked) -> Iterator[Finding]:
         )
 
     def there() -> bool:
-        found = mlflow.find("/api/2.0/mlflow/experiments/get-by-name", experiment_name=EXPERIMENT)
+        found = mlflow.find("/api/2.0/mlflow/experiments/get-by-name", experiment_name=attr.SERVICE_DOCTOR)
         tags = {tag.get("key"): tag.get("value") for tag in found.get("experiment", {}).get("tags", [])}
         return tags.get(attr.DOCTOR_ID) == asked.probe.id
 
     hint = "does the bridge (verl-otel mlflow-bridge) run, of this version, with this MLflow?"
-    yield from _read_back(asked, "logs", mlflow, there, f"the test event (a tag of the experiment {EXPERIMENT})", hint)
+    yield from _read_back(
+        asked, "logs", mlflow, there, f"the test event (a tag of the experiment {attr.SERVICE_DOCTOR})", hint
+    )
 
 
 def _read_back(
