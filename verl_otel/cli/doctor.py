@@ -40,17 +40,24 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Look at everything and print it; returns the exit status."""
-    from verl_otel.doctor import rendering
-    from verl_otel.doctor.asked import Asked
-    from verl_otel.doctor.examination import examine
-
     for flag in ("jaeger", "prometheus", "mlflow"):
         if getattr(options, flag) and not getattr(options, flag).startswith(("http://", "https://")):
             print(f"verl-otel: --{flag}: give a URL, such as http://127.0.0.1:9090", file=sys.stderr)
             return 2
     for name in ("verl_otel", "opentelemetry"):  # what they warn of are findings
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    found = examine(Asked(os.environ, options.jaeger, options.prometheus, options.mlflow, options.ray, options.timeout))
+    environ = dict(os.environ)
+    for name in environ:
+        if name.startswith("OTEL_"):  # one that is malformed would keep OpenTelemetry from being imported here
+            del os.environ[name]
+
+    from verl_otel.doctor import rendering
+    from verl_otel.doctor.asked import Asked
+    from verl_otel.doctor.examination import examine
+
+    if sys.stderr.isatty():
+        print("verl-otel: looking around; importing all of verl takes a while ...", file=sys.stderr)
+    found = examine(Asked(environ, options.jaeger, options.prometheus, options.mlflow, options.ray, options.timeout))
     if options.json:
         print(rendering.as_json(found, options.strict))
     else:

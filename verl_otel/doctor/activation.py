@@ -7,9 +7,12 @@ import sysconfig
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 
+from opentelemetry import _logs, metrics, trace
+
 from verl_otel import config
 from verl_otel.doctor.asked import Asked
 from verl_otel.doctor.findings import Finding, note, ok, problem, warning
+from verl_otel.instrumentor import VerlInstrumentor
 
 COMMAND = "opentelemetry-instrument"
 _REINSTALL = "install it with pip, a folder on PYTHONPATH is not enough: pip install verl-otel"
@@ -126,8 +129,6 @@ def _switched_off(asked: Asked) -> Iterator[Finding]:
 
 
 def _here(asked: Asked) -> Iterator[Finding]:
-    from verl_otel.instrumentor import VerlInstrumentor
-
     here = VerlInstrumentor().is_instrumented_by_opentelemetry
     worker = config.ACTIVE in asked.environ
     if here:
@@ -150,24 +151,14 @@ def _here(asked: Asked) -> Iterator[Finding]:
 
 def _providers() -> Iterator[Finding]:
     """Who owns the global providers of this process: of what OpenTelemetry has loaded into it, if anything."""
-    from opentelemetry import _logs, metrics, trace
-
     owners: dict[str, str] = {}
     for signal, get in (
         ("traces", trace.get_tracer_provider),
         ("metrics", metrics.get_meter_provider),
         ("logs", _logs.get_logger_provider),
     ):
-        try:
-            owner = type(get())
-            owners[signal] = "" if "Proxy" in owner.__name__ else f"{owner.__module__}.{owner.__qualname__}"
-        except Exception as error:  # OTEL_PYTHON_*_PROVIDER names one that is not there
-            yield problem(
-                "VO-PROVIDER-BROKEN",
-                f"the global provider of {signal} cannot be made ({type(error).__name__}: {error})",
-                "unset OTEL_PYTHON_TRACER_PROVIDER, OTEL_PYTHON_METER_PROVIDER and OTEL_PYTHON_LOGGER_PROVIDER",
-                signal=signal,
-            )
+        owner = type(get())
+        owners[signal] = "" if "Proxy" in owner.__name__ else f"{owner.__module__}.{owner.__qualname__}"
     taken = {signal: owner for signal, owner in owners.items() if owner}
     if taken:
         shown = ", ".join(f"{signal}: {owner}" for signal, owner in taken.items())

@@ -1,6 +1,5 @@
 """What a doctor was asked: of which environment, with which backends, for how long."""
 
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ TIMEOUT = 120.0
 class Asked:
     """See the module. URLs are empty, and `ray` is None, where nothing was asked about them."""
 
-    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    environ: Mapping[str, str]
     jaeger: str = ""
     prometheus: str = ""
     mlflow: str = ""

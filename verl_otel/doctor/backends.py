@@ -5,7 +5,6 @@ reads too, `MLFLOW_TRACKING_TOKEN`, `_USERNAME` and `_PASSWORD` are MLflow's own
 """
 
 import base64
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,11 +30,11 @@ class Backend:
         name: `Jaeger`, `Prometheus` or `MLflow`.
     """
 
-    def __init__(self, name: str, url: str, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(self, name: str, url: str, environ: Mapping[str, str]) -> None:
         self.name = name
         self.shown = config.without_secrets(url)
         self._url = url.rstrip("/")
-        self._authorization = _authorization(name, os.environ if environ is None else environ)
+        self._authorization = _authorization(name, environ)
 
     def get(self, path: str, **parameters: str) -> dict[str, Any]:
         """The JSON object at a path."""

@@ -12,6 +12,7 @@ from verl_otel.doctor.findings import PROBLEM, Finding, note, ok, problem, warni
 from verl_otel.doctor.gathering import Gathering
 from verl_otel.doctor.network import reach, tls_of
 from verl_otel.export.otlp_http import SIGNALS, Answer, Endpoint, Outcome
+from verl_otel.export.providers import FILE_EXPORTER, OTLP_GRPC, OTLP_HTTP, PROMETHEUS, exporter_names
 
 SECONDS = 25.0
 ANSWER = 5.0
@@ -25,13 +26,7 @@ def check(asked: Asked) -> Iterator[Finding]:
         if config.sdk_disabled(asked.environ):
             yield note("VO-ENDPOINTS-OFF", "no test data is sent, since telemetry is off", "see under activation")
             return
-        try:
-            from verl_otel.export import providers
-        except Exception as error:  # the SDK reads its variables when it is imported
-            what = f"no test data is sent, since OpenTelemetry cannot be set up ({type(error).__name__})"
-            yield note("VO-ENDPOINTS-OFF", what, "see under settings")
-            return
-        exporters = {signal: providers.exporter_names(signal) for signal in SIGNALS}
+        exporters = {signal: exporter_names(signal, asked.environ) for signal in SIGNALS}
         yield from _of_others(exporters, asked.environ)
         servers, malformed = _servers(exporters, asked.environ)
         yield from malformed
@@ -44,8 +39,6 @@ def _servers(
     exporters: Mapping[str, Sequence[str]], environ: Mapping[str, str]
 ) -> tuple[dict[str, list[str]], list[Finding]]:
     """Scheme, host and port -> the signals that go there by OTLP/HTTP; and findings about what is no URL."""
-    from verl_otel.export.providers import OTLP_HTTP
-
     servers: dict[str, list[str]] = {}
     malformed = []
     for signal in (signal for signal, names in exporters.items() if OTLP_HTTP in names):
@@ -78,8 +71,6 @@ def _send(asked: Asked, servers: Mapping[str, Sequence[str]], delivered: set[str
 
 def _of_others(exporters: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> Iterator[Finding]:
     """About what does not go by OTLP/HTTP."""
-    from verl_otel.export.providers import FILE_EXPORTER, OTLP_HTTP
-
     in_files = [signal for signal, names in exporters.items() if names == [FILE_EXPORTER]]
     if in_files:
         what = f"{', '.join(in_files)} are recorded in files, and sent nowhere"
@@ -92,10 +83,8 @@ def _of_others(exporters: Mapping[str, Sequence[str]], environ: Mapping[str, str
 
 
 def _of_other(signal: str, exporter: str, environ: Mapping[str, str]) -> Finding:
-    from verl_otel.export import providers
-
     data = {"signal": signal, "exporter": exporter}
-    if exporter == providers.OTLP_GRPC:
+    if exporter == OTLP_GRPC:
         url = environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT") or environ.get(
             "OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:4317"
         )
@@ -107,7 +96,7 @@ def _of_other(signal: str, exporter: str, environ: Mapping[str, str]) -> Finding
             "http/protobuf is the default, spools what cannot be sent, and is tried by doctor",
             **data,
         )
-    if exporter == providers.PROMETHEUS:
+    if exporter == PROMETHEUS:
         if not list(entry_points(group="opentelemetry_metrics_exporter", name=exporter)):
             return problem(
                 "VO-PROMETHEUS-MISSING",

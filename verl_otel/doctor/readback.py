@@ -45,7 +45,7 @@ def check(asked: Asked) -> Iterator[Finding]:
 
 
 def _jaeger(asked: Asked) -> Iterator[Finding]:
-    jaeger = Backend("Jaeger", asked.jaeger)
+    jaeger = Backend("Jaeger", asked.jaeger, asked.environ)
     jaeger.get("/api/services")
     yield from jaeger.clock()
     trace = asked.probe.trace_id.hex()
@@ -58,7 +58,7 @@ def _jaeger(asked: Asked) -> Iterator[Finding]:
 
 
 def _prometheus(asked: Asked) -> Iterator[Finding]:
-    prometheus = Backend("Prometheus", asked.prometheus)
+    prometheus = Backend("Prometheus", asked.prometheus, asked.environ)
     prometheus.query("vector(1)")
     yield from prometheus.clock()
     metric = names.DOCTOR_TIMESTAMP
@@ -72,7 +72,7 @@ def _prometheus(asked: Asked) -> Iterator[Finding]:
 
 
 def _mlflow(asked: Asked) -> Iterator[Finding]:
-    mlflow = Backend("MLflow", asked.mlflow)
+    mlflow = Backend("MLflow", asked.mlflow, asked.environ)
     version = mlflow.text("/version").strip()
     yield from mlflow.clock()
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())

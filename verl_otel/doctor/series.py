@@ -27,7 +27,7 @@ def check(asked: Asked) -> Iterator[Finding]:
     """Nothing where no Prometheus is given; where it does not answer, the area read back says so."""
     if not asked.prometheus:
         return
-    prometheus = Backend("Prometheus", asked.prometheus)
+    prometheus = Backend("Prometheus", asked.prometheus, asked.environ)
     try:
         yield from _cardinality(prometheus)
         yield from _twice(prometheus)
