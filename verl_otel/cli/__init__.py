@@ -4,7 +4,19 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from verl_otel.cli import alert_relay, alert_rules, control, dashboards, down, mlflow_bridge, replay, report, status, up
+from verl_otel.cli import 
+    alert_relay,
+    alert_rules,
+    control,
+    dashboards,
+    doctor,
+    down,
+    mlflow_bridge,
+    replay,
+    report,
+    status,
+    up,
+)
 from verl_otel.version import __version__
 
 
@@ -17,7 +29,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"verl-otel {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (up, status, down, report, replay, mlflow_bridge, control, alert_relay, alert_rules, dashboards):
+    for command in (
+        up,
+        status,
+        down,
+        doctor,
+        report,
+        replay,
+        mlflow_bridge,
+        control,
+        alert_relay,
+        alert_rules,
+        dashboards,
+    ):
         command.add_to(commands)
     options = parser.parse_args(arguments)
     return options.run(options)

@@ -7,7 +7,7 @@ files when no OTLP endpoint is configured, delays are short, and the end of the 
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
@@ -122,19 +122,20 @@ def _is_unset(provider: object) -> bool:
     }
 
 
-def exporter_names(signal: str) -> list[str]:
+def exporter_names(signal: str, environ: Mapping[str, str] | None = None) -> list[str]:
     """The exporters of a signal (`traces`, `metrics` or `logs`): `OTEL_<SIGNAL>_EXPORTER`, else OTLP if an endpoint is
     configured, else local files. Empty if the user wants none."""
-    names = [name.strip() for name in os.environ.get(f"OTEL_{signal.upper()}_EXPORTER", "").split(",") if name.strip()]
-    if config.mode() == config.OFFLINE:
+    env = os.environ if environ is None else environ
+    names = [name.strip() for name in env.get(f"OTEL_{signal.upper()}_EXPORTER", "").split(",") if name.strip()]
+    if config.mode(env) == config.OFFLINE:
         return [] if "none" in names else [FILE_EXPORTER]
     if not names:
         specific = f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT"
-        configured = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get(specific)
+        configured = env.get("OTEL_EXPORTER_OTLP_ENDPOINT") or env.get(specific)
         names = ["otlp" if configured else FILE_EXPORTER]
     if "none" in names:
         return []
-    protocol = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL") or os.environ.get(
+    protocol = env.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL") or env.get(
         "OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf"
     )
     otlp = OTLP_GRPC if protocol.strip() == "grpc" else OTLP_HTTP

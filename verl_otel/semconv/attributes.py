@@ -116,3 +116,10 @@ CONTROL_ACTION = "verl.control.action"
 CONTROL_RESULT = "verl.control.result"
 CONTROL_BY = "verl.control.by"
 CONTROL_REQUEST = "verl.control.request"
+
+# Test data of `verl-otel doctor`
+DOCTOR_ID = "verl.doctor.id"
+SPAN_DOCTOR = "verl.doctor"
+EVENT_DOCTOR = "verl.doctor"
+SERVICE_DOCTOR = "verl-otel-doctor"
+"""Its `service.name`, and the MLflow experiment on which the bridge notes it."""

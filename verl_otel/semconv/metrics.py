@@ -27,6 +27,7 @@ FAILURES = _metrics["verl.otel.failures"]
 DROPPED = _metrics["verl.otel.dropped"]
 EXPORTED = _metrics["verl.otel.exported"]
 CONTROL_REQUESTS = _metrics["verl.control.requests"]
+DOCTOR_TIMESTAMP = _metrics["verl.doctor.timestamp"]
 
 LOSS = _metrics["verl.loss"]
 GRAD_NORM = _metrics["verl.grad_norm"]

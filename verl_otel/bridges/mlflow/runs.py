@@ -122,6 +122,9 @@ class Runs:
         ignored = 0
         steps: dict[MlflowRun, list[Metric]] = {}
         for event in events:
+            if event.name == attr.EVENT_DOCTOR:
+                self._note_doctor(event)
+                continue
             identity = event.identity()
             is_step = event.name == attr.EVENT_STEP
             if identity is None or event.name not in _HANDLED or (is_step and event.step() is None):
@@ -140,6 +143,21 @@ class Runs:
                 self._finished(run, event)
         self._write_metrics(steps)
         return ignored
+
+    def _note_doctor(self, event: RunEvent) -> None:
+        """Test data of `verl-otel doctor`: a tag of an experiment without runs, by which it knows that it came here.
+
+        It may be in a request with events of runs, which must not be lost with it.
+        """
+        try:
+            experiment = self._client.get_experiment_by_name(attr.SERVICE_DOCTOR)
+            if experiment is None:
+                experiment_id = self._client.create_experiment(attr.SERVICE_DOCTOR)
+            else:
+                experiment_id = experiment.experiment_id
+            self._client.set_experiment_tag(experiment_id, attr.DOCTOR_ID, str(event.attributes.get(attr.DOCTOR_ID)))
+        except Exception as error:
+            logger.warning("test data of verl-otel doctor cannot be noted in MLflow: %s", str(error)[:200])
 
     def _lock_of(self, run_id: str) -> threading.Lock:
         with self._lock:

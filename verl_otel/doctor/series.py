@@ -1,0 +1,107 @@
+"""What Prometheus has of the runs: how many series, which are there twice, which are missing, what was lost."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from verl_otel.doctor.asked import Asked
+from verl_otel.doctor.backends import Backend, NoAnswer
+from verl_otel.doctor.findings import Finding, note, ok, warning
+
+MANY = 10_000
+"""Series of one metric that are worth a thought."""
+
+TOP = 5
+
+_OURS = '__name__=~"verl_.+|gen_ai_.+|hw_.+"'
+_DROPPED = 'sum by (verl_otel_signal, verl_otel_reason) (verl_otel_exported_total{verl_otel_outcome="dropped"}) > 0'
+_FAILED = 'sum by (verl_otel_site) (verl_otel_failures_total{verl_otel_site!="none"}) > 0'
+_TWICE = 'count by (verl_run_id, verl_run_attempt) (verl_training_step{rank="all",stage="step"}) > 1'
+_WITHOUT_STEPS = (
+    'count by (verl_run_id) ({__name__=~"verl_process_start_time.*",verl_run_id!=""}) '
+    "unless on (verl_run_id) verl_training_step"
+)
+_NO_MFU = "verl_mfu == 0 and on (verl_run_id, verl_run_attempt) verl_throughput > 0"
+
+
+def check(asked: Asked) -> Iterator[Finding]:
+    """Nothing where no Prometheus is given; where it does not answer, the area read back says so."""
+    if not asked.prometheus:
+        return
+    prometheus = Backend("Prometheus", asked.prometheus, asked.environ)
+    try:
+        yield from _cardinality(prometheus)
+        yield from _twice(prometheus)
+        yield from _runs(prometheus)
+    except NoAnswer:
+        return
+
+
+def _cardinality(prometheus: Backend) -> Iterator[Finding]:
+    total = _number(prometheus.query(f"count({{{_OURS}}})"))
+    runs = _number(prometheus.query('count(count by (verl_run_id) ({verl_run_id!=""}))'))
+    if not total:
+        yield note("VO-SERIES-NONE", "Prometheus has no series of a run now", "they are shown while a run goes on")
+        return
+    top = {
+        series["metric"].get("__name__", ""): int(float(series["value"][1]))
+        for series in prometheus.query(f"topk({TOP}, count by (__name__) ({{{_OURS}}}))")
+    }
+    top = dict(sorted(top.items(), key=lambda item: -item[1]))
+    data = {"series": total, "runs": runs, "top": top}
+    shown = f"{total} series of {runs} runs; most: {', '.join(f'{name} {count}' for name, count in top.items())}"
+    if max(top.values(), default=0) <= MANY:
+        yield ok("VO-SERIES", shown, **data)
+        return
+    yield warning(
+        "VO-SERIES-MANY",
+        shown,
+        "fewer with VERL_OTEL_RANK_DETAIL=outliers, VERL_OTEL_LEVELS=<module>=basic or VERL_OTEL_UNKNOWN_KEYS=0",
+        **data,
+    )
+
+
+def _twice(prometheus: Backend) -> Iterator[Finding]:
+    for series in prometheus.query(_TWICE):
+        run = series["metric"].get("verl_run_id", "")
+        yield warning(
+            "VO-SERIES-TWICE",
+            f"run {run} has {float(series['value'][1]):.0f} series of verl_training_step: every sum() counts twice",
+            "its metrics come by two ways (pushed and scraped, or through two Collectors): take one away; or two "
+            "trainings have one VERL_OTEL_RUN_ID",
+            run=run,
+        )
+
+
+def _runs(prometheus: Backend) -> Iterator[Finding]:
+    for series in prometheus.query(_WITHOUT_STEPS):
+        run = series["metric"].get("verl_run_id", "")
+        yield note(
+            "VO-RUN-WITHOUT-STEPS",
+            f"run {run} has processes, and has not logged a step yet",
+            "if it should have: is the hook tracking on, and does the trainer call Tracking.log?",
+            run=run,
+        )
+    for series in prometheus.query(_NO_MFU):
+        run = series["metric"].get("verl_run_id", "")
+        yield note(
+            "VO-RUN-WITHOUT-MFU",
+            f"run {run}: verl says that its MFU is 0, and its throughput is not",
+            "verl does not know the FLOPs of this model or GPU: the 0 is verl's, and means nothing",
+            run=run,
+        )
+    for id, query, label, what, fix in (
+        ("VO-TELEMETRY-DROPPED", _DROPPED, "verl_otel_reason", "telemetry was lost", _FIX_OF_DROPPED),
+        ("VO-TELEMETRY-FAILED", _FAILED, "verl_otel_site", "parts of verl-otel failed or warned", _FIX_OF_FAILED),
+    ):
+        counts = {series["metric"].get(label, ""): float(series["value"][1]) for series in prometheus.query(query)}
+        if counts:
+            shown = ", ".join(f"{name} {count:.0f}" for name, count in counts.items())
+            yield warning(id, f"{what} in runs that Prometheus shows now: {shown}", fix, counts=counts)
+
+
+_FIX_OF_DROPPED = "see the log of the runs; spool_full and spool_failed: give VERL_OTEL_FOLDER more room"
+_FIX_OF_FAILED = "look for `verl-otel:` in the log of the runs; each is said once, with what to do"
+
+
+def _number(series: list[dict[str, Any]]) -> int:
+    return int(float(series[0]["value"][1])) if series else 0
