@@ -167,7 +167,7 @@ class Stack:
             ),
             "bridge": Service(
                 [
-                    *(python, "-m", "verl_otel.cli", "mlflow-bridge"),
+                    *(python, "-m", "verl_otel.cli", "bridge"),
                     *("--port", str(self.ports["bridge"]), "--mlflow", self.url("mlflow")),
                 ],
                 {},

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from verl_otel.cli import mlflow_bridge
+from verl_otel.cli import bridge
 from verl_otel.export import targets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,8 +106,8 @@ def test_what_is_not_said_to_listen_elsewhere_is_on_loopback() -> None:
     stack = (DEPLOY / "local" / "stack.py").read_text()
     assert "0.0.0.0" not in stack and "::" not in stack
     parser = argparse.ArgumentParser()
-    mlflow_bridge.add_to(parser.add_subparsers())
-    assert parser.parse_args(["mlflow-bridge"]).host in LOOPBACK
+    bridge.add_to(parser.add_subparsers())
+    assert parser.parse_args(["bridge"]).host in LOOPBACK
 
 
 @pytest.mark.parametrize("name", SECURE)
@@ -142,7 +142,7 @@ def test_a_secret_is_a_variable_or_a_file_and_never_has_a_default(path: Path) ->
 @pytest.mark.parametrize("name", ["local", "gateway"])
 def test_the_bridge_gets_the_token_that_it_asks_for(name: str) -> None:
     text = (COLLECTOR / f"{name}.yaml").read_text()
-    assert f"authorization: Bearer ${{env:{mlflow_bridge.TOKEN}:-}}" in text
+    assert f"authorization: Bearer ${{env:{bridge.TOKEN}:-}}" in text
 
 
 @pytest.mark.parametrize("name", COLLECTORS)
@@ -363,5 +363,5 @@ def bridge_options() -> argparse.Namespace:
     program, *command = SERVICES["bridge"]["command"]
     assert program == "verl-otel"
     parser = argparse.ArgumentParser()
-    mlflow_bridge.add_to(parser.add_subparsers())
+    bridge.add_to(parser.add_subparsers())
     return parser.parse_args(command)
