@@ -15,19 +15,18 @@ import warnings
 from pathlib import Path
 
 import pytest
+from bridge_runs import SECOND, START, VerlRun, log_request
 from google.protobuf import json_format
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlflow.tracking import MlflowClient
 from mlflow.utils.validation import _validate_batch_log_limits, _validate_metric, _validate_metric_name
-from opentelemetry.exporter.otlp.proto.common._log_encoder import encode_logs
-from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest, ExportLogsServiceResponse
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
 
-from verl_otel import events
 from verl_otel.bridges import server
 from verl_otel.bridges.events import RunEvent, RunIdentity, identity_of
 from verl_otel.bridges.mlflow import sink, traces
@@ -41,8 +40,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # starlette prefers another client from some version on
     from starlette.testclient import TestClient
 
-SECOND = 1_000_000_000
-START = 1_800_000_000 * SECOND
 _numbers = itertools.count(1)
 
 
@@ -78,37 +75,6 @@ def runs(client):
 def verl():
     """A verl run that is new in the store."""
     return VerlRun(f"run-{next(_numbers)}")
-
-
-class VerlRun:
-    """The events of a verl run, as the bridge gets them."""
-
-    def __init__(self, run_id, project="gsm8k", experiment="ppo-1"):
-        self.run_id, self.project, self.experiment = run_id, project, experiment
-        self.resource = {
-            "verl.run.id": run_id,
-            "verl.project.name": project,
-            "verl.experiment.name": experiment,
-            "verl.version": "0.9.1",
-        }
-
-    @property
-    def identity(self):
-        return RunIdentity(self.run_id, self.project, self.experiment)
-
-    def event(self, name, at, body, attempt=1, **attributes):
-        found = {"verl.run.id": self.run_id, "verl.run.attempt": attempt, **attributes}
-        return RunEvent(name, START + int(at * SECOND), found, body, self.resource)
-
-    def started(self, at=0, attempt=1, **parameters):
-        return self.event("verl.run.started", at, parameters, attempt)
-
-    def step(self, number, at=None, attempt=1, **metrics):
-        at = number if at is None else at
-        return self.event("verl.step", at, metrics, attempt, **{"verl.step.number": number})
-
-    def finished(self, at=100, attempt=1, state="finished", **body):
-        return self.event("verl.run.finished", at, body, attempt, **{"verl.run.state": state})
 
 
 def history(client, run, key):
@@ -361,22 +327,6 @@ def test_any_key_gets_a_name_that_mlflow_accepts(key):
 
 
 # ---- server
-
-
-def log_request(*run_events):
-    """The request that the Collector sends for events: made by the real SDK and encoder."""
-    from opentelemetry.sdk._logs import LoggerProvider
-    from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
-    from opentelemetry.sdk.resources import Resource
-
-    request = ExportLogsServiceRequest()
-    for event in run_events:
-        exporter = InMemoryLogRecordExporter()
-        provider = LoggerProvider(resource=Resource(dict(event.resource)), shutdown_on_exit=False)
-        provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
-        events.emit(provider.get_logger("t"), event.name, event.body, event.attributes, time_ns=event.time_ns)
-        request.MergeFrom(encode_logs(exporter.get_finished_logs()))
-    return request
 
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
