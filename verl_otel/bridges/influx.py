@@ -18,6 +18,10 @@ MAX_BODY = 1 << 20
 """Bytes of a request, if no point alone has more."""
 
 TIMEOUT = 30.0
+_TAGS = ("verl_run_id", "verl_run_attempt", "verl_project_name", "verl_experiment_name")
+_OURS = frozenset({"time", "state", attr.STEP_NUMBER, *_TAGS})
+"""Names of which a key of verl gets an underscore: InfluxDB drops a field called time without a word."""
+
 MAX_STRING = 60_000
 """Characters of a string field; InfluxDB takes 64 KB."""
 
@@ -69,38 +73,40 @@ class InfluxSink:
 
 def _line(identity: RunIdentity, event: RunEvent) -> str | None:
     """The event as a line; None if it is not for InfluxDB."""
-    tags = {
-        "verl_run_id": identity.run_id,
-        "verl_run_attempt": event.attempt(),
-        "verl_project_name": identity.project,
-        "verl_experiment_name": identity.experiment,
-    }
+    tags = (identity.run_id, event.attempt(), identity.project, identity.experiment)
     if event.name == attr.EVENT_STEP and event.step() is not None:
-        measurement, fields = "verl_step", [f"step={event.step()}i", *_numbers(event.numbers())]
+        measurement, fields = "verl_step", [f"{attr.STEP_NUMBER}={event.step()}i", *_numbers(event.numbers())]
     elif event.name == attr.EVENT_RUN_STARTED:
         measurement, fields = "verl_run", ['state="running"', *_strings(event.body)]
     elif event.name == attr.EVENT_RUN_FINISHED:
-        state = {"state": event.attributes.get(attr.RUN_STATE) or "finished"}
-        measurement, fields = "verl_run", [*_strings(state), *_strings(event.body)]
+        state = event.attributes.get(attr.RUN_STATE) or "finished"
+        measurement, fields = "verl_run", [f"state={_string(state)}", *_strings(event.body)]
     else:
         return None
-    names = ",".join(f"{name}={_name(str(value))}" for name, value in tags.items())
-    return f"{measurement},{names} {','.join(fields)} {event.time_ns}"
+    run = ",".join(f"{tag}={_name(str(value))}" for tag, value in zip(_TAGS, tags, strict=True))
+    return f"{measurement},{run} {','.join(fields)} {event.time_ns}"
 
 
 def _numbers(numbers: Mapping[str, float]) -> Iterator[str]:
     """Always floats: a field has one type for ever. InfluxDB takes no NaN: its name is in a field of its own."""
     for key, value in numbers.items():
         if math.isfinite(value):
-            yield f"{_name(key)}={value!r}"
+            yield f"{_field(key)}={value!r}"
         else:
-            yield f'{_name(key + ".non_finite")}="{value}"'
+            yield f'{_field(key + ".non_finite")}="{value}"'
 
 
 def _strings(body: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in body.items():
-        text = str(value)[:MAX_STRING].replace("\\", "\\\\").replace('"', '\\"')
-        yield f'{_name(key)}="{text}"'
+    return (f"{_field(key)}={_string(value)}" for key, value in body.items())
+
+
+def _string(value: Any) -> str:
+    text = str(value)[:MAX_STRING].replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{text}"'
+
+
+def _field(key: str) -> str:
+    return _name(key + "_" if key in _OURS else key)
 
 
 def _name(text: str) -> str:
