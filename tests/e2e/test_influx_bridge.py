@@ -4,24 +4,21 @@ import base64
 import itertools
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from bridge_runs import SECOND, START, VerlRun
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from influxdb import InfluxDB
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests" / "unit"))
-
-from bridge_runs import SECOND, START, VerlRun  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from influxdb import InfluxDB  # noqa: E402
-
-from verl_otel.bridges import influx  # noqa: E402
-from verl_otel.bridges.influx import InfluxSink  # noqa: E402
-from verl_otel.bridges.sink import Refused, TryLater  # noqa: E402
+from verl_otel.bridges import influx
+from verl_otel.bridges.influx import InfluxSink
+from verl_otel.bridges.sink import Refused, TryLater
 
 pytestmark = pytest.mark.stack
+
+ROOT = Path(__file__).resolve().parents[2]
 
 _numbers = itertools.count(1)
 
@@ -106,7 +103,7 @@ def test_keys_with_our_names_are_kept_too(server, sink, verl):
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(st.dictionaries(TEXTS, st.floats() | st.integers(-(2**53), 2**53), max_size=4), TEXTS, TEXTS)
 def test_any_keys_and_names_are_taken_and_spoil_no_other_point(server, sink, body, project, experiment):
     strange = VerlRun(f"run-{next(_numbers)}", project, experiment)

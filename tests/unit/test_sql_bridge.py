@@ -327,6 +327,7 @@ def test_one_that_is_away_holds_up_no_other_and_says_no_password(verl, caplog):
         assert answer.status_code == 503
         assert bridge.post("/elsewhere/v1/logs", content=content, headers=PROTOBUF).status_code == 200
         assert bridge.post("/sql/v1/traces", content=b"", headers=PROTOBUF).status_code == 404
+        assert bridge.post("/influx/v1/logs", content=b"", headers=PROTOBUF).status_code == 503  # not started with it
     assert "Zq7secret" not in answer.text + caplog.text
     assert "SQL database" in caplog.text
 
@@ -371,8 +372,8 @@ def test_each_destination_has_its_own_address(served, tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_OTEL_SQL_URL", "postgresql://verl:password@h/db")
     assert main(["bridge", "--mlflow", "http://127.0.0.1:1"]) == 0
     assert served == [
-        {"/healthz", "/sql/v1/logs", "/influx/v1/logs"},
-        {"/healthz", "/mlflow/v1/logs", "/mlflow/v1/traces", "/sql/v1/logs"},
+        {"/healthz", "/sql/v1/logs", "/influx/v1/logs", "/{name}/v1/{signal}"},
+        {"/healthz", "/mlflow/v1/logs", "/mlflow/v1/traces", "/sql/v1/logs", "/{name}/v1/{signal}"},
     ]
 
 

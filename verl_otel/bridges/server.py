@@ -62,7 +62,21 @@ def app(sinks: Mapping[str, Sink], token: str = "") -> Starlette:
         routes.append(Route(f"/{name}/v1/logs", _logs(sink, token), methods=["POST"]))
         if isinstance(sink, TraceSink):
             routes.append(Route(f"/{name}/v1/traces", _traces(sink, token), methods=["POST"]))
+    routes.append(Route("/{name}/v1/{signal}", _nobody(sinks), methods=["POST"]))
     return Starlette(routes=routes)
+
+
+def _nobody(sinks: Mapping[str, Sink]) -> Endpoint:
+    """A sink that the bridge was not started with: the Collector keeps the data until it is."""
+
+    async def refuse(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name in sinks:
+            return PlainTextResponse("not for this sink\n", 404)
+        logger.warning("the Collector sends data for %.20r: start the bridge with that too, or send it nothing", name)
+        return PlainTextResponse(f"this bridge writes to {', '.join(sinks)} only\n", 503, {"Retry-After": "30"})
+
+    return refuse
 
 
 def _logs(sink: Sink, token: str) -> Endpoint:
