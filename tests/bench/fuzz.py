@@ -23,7 +23,7 @@ def fuzz(target, seconds):
         from google.protobuf.message import DecodeError
         from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 
-        from verl_otel.bridges.mlflow import server
+        from verl_otel.bridges import events, server
         from verl_otel.config import Settings
         from verl_otel.export import otlp_json
         from verl_otel.recording import reader
@@ -56,7 +56,7 @@ def fuzz(target, seconds):
                 server._decode(content, kind, request)
             except server.BadRequest:
                 continue
-            for event in server.events_of(request):
+            for event in events.events_of(request):
                 json.dumps(event.body, default=str)
 
     def keys(content):

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "testbed"))
+sys.path.append(str(ROOT / "tests" / "unit"))  # bridge_runs
 
 import bed  # noqa: E402
 

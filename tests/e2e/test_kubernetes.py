@@ -447,16 +447,16 @@ def test_images_are_pinned_and_the_collector_is_the_tested_one(overlay: str) -> 
 def test_the_bridge_starts_with_the_arguments_of_its_pod() -> None:
     import argparse
 
-    from verl_otel.cli import mlflow_bridge
+    from verl_otel.cli import bridge as command
 
     (bridge,) = of_kind(in_cluster("open"), "Deployment")
     parser = argparse.ArgumentParser()
-    mlflow_bridge.add_to(parser.add_subparsers())
+    command.add_to(parser.add_subparsers())
     program, *arguments = container(bridge)["args"]
     options = parser.parse_args(arguments)
     assert program == "verl-otel" and options.host == "0.0.0.0" and not options.without_token
     assert options.port == ports(bridge)["otlp-http"]
-    assert {mlflow_bridge.TOKEN, "MLFLOW_TRACKING_URI"} <= set(environment("open", bridge))
+    assert {command.TOKEN, "MLFLOW_TRACKING_URI"} <= set(environment("open", bridge))
 
 
 def test_the_image_that_the_operator_injects_is_built_from_files_that_exist() -> None:

@@ -36,7 +36,7 @@ import importlib
 
 for module in """verl.trainer.main_ppo verl.trainer.main_ppo_v0 verl.trainer.ppo.v1 verl.experimental.agent_loop
 verl.experimental.agent_loop.tool_agent_loop verl.experimental.reward_loop verl_cpu.rollout verl.workers.engine_workers
-transformers.models.qwen2.modeling_qwen2 tensorboard transfer_queue mlflow.server verl_otel.bridges.mlflow.server
+transformers.models.qwen2.modeling_qwen2 tensorboard transfer_queue mlflow.server verl_otel.bridges.server
 ray._private.runtime_env.context ray.dashboard.agent ray._private.log_monitor ray.autoscaler._private.monitor""".split():
     try:
         importlib.import_module(module)

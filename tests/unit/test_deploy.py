@@ -13,7 +13,7 @@ import promql_parser
 import pytest
 import yaml
 
-from verl_otel.cli import mlflow_bridge
+from verl_otel.cli import bridge
 from verl_otel.export import targets
 from verl_otel.semconv import registry
 from verl_otel.semconv.prometheus import prometheus_name
@@ -110,8 +110,8 @@ def test_what_is_not_said_to_listen_elsewhere_is_on_loopback() -> None:
     stack = "".join(path.read_text() for path in (ROOT / "verl_otel" / "stack").glob("*.py"))
     assert "0.0.0.0" not in stack and "::" not in stack
     parser = argparse.ArgumentParser()
-    mlflow_bridge.add_to(parser.add_subparsers())
-    assert parser.parse_args(["mlflow-bridge"]).host in LOOPBACK
+    bridge.add_to(parser.add_subparsers())
+    assert parser.parse_args(["bridge"]).host in LOOPBACK
 
 
 @pytest.mark.parametrize("name", SECURE)
@@ -138,7 +138,7 @@ def test_a_secret_is_a_variable_or_a_file_and_never_has_a_default(path: Path) ->
     for line in path.read_text().splitlines():
         setting, _, value = line.partition("#")[0].partition(":")
         if re.fullmatch(r"\s*(token|password|authorization|filename|file|\w+_file)", setting):
-            assert value.strip().startswith("${env:"), line
+            assert value.strip().removeprefix("Bearer ").startswith("${env:"), line
         if re.fullmatch(r"\s*(token|password|authorization)", setting):
             assert value.strip().endswith((":-}", "}")) and VARIABLE.findall(value)[0][1] == "", line
 
@@ -146,7 +146,7 @@ def test_a_secret_is_a_variable_or_a_file_and_never_has_a_default(path: Path) ->
 @pytest.mark.parametrize("name", ["local", "gateway"])
 def test_the_bridge_gets_the_token_that_it_asks_for(name: str) -> None:
     text = (COLLECTOR / f"{name}.yaml").read_text()
-    assert f"authorization: Bearer ${{env:{mlflow_bridge.TOKEN}:-}}" in text
+    assert f"authorization: Bearer ${{env:{bridge.TOKEN}:-}}" in text
 
 
 @pytest.mark.parametrize("name", COLLECTORS)
@@ -403,7 +403,7 @@ def bridge_options() -> argparse.Namespace:
     program, *command = SERVICES["bridge"]["command"]
     assert program == "verl-otel"
     parser = argparse.ArgumentParser()
-    mlflow_bridge.add_to(parser.add_subparsers())
+    bridge.add_to(parser.add_subparsers())
     return parser.parse_args(command)
 
 

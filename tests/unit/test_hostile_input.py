@@ -14,7 +14,8 @@ import pytest
 from mlflow.tracking import MlflowClient
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 
-from verl_otel.bridges.mlflow.runs import RunEvent, RunIdentity, Runs, metric_name
+from verl_otel.bridges.events import RunEvent, RunIdentity
+from verl_otel.bridges.mlflow.runs import Runs, metric_name
 from verl_otel.config import Settings
 from verl_otel.identity import Identity
 from verl_otel.metrics.recorder import Logged

@@ -15,30 +15,31 @@ import warnings
 from pathlib import Path
 
 import pytest
+from bridge_runs import SECOND, START, VerlRun, log_request
 from google.protobuf import json_format
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlflow.tracking import MlflowClient
 from mlflow.utils.validation import _validate_batch_log_limits, _validate_metric, _validate_metric_name
-from opentelemetry.exporter.otlp.proto.common._log_encoder import encode_logs
-from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest, ExportLogsServiceResponse
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
 
-from verl_otel import events
-from verl_otel.bridges.mlflow import server, traces
-from verl_otel.bridges.mlflow.runs import RunEvent, RunIdentity, Runs, identity_of, metric_name
-from verl_otel.bridges.mlflow.traces import MAX_ROOTS, Refused, Traces, TryLater
+from verl_otel.bridges import server
+from verl_otel.bridges.events import RunEvent, RunIdentity, identity_of
+from verl_otel.bridges.mlflow import sink, traces
+from verl_otel.bridges.mlflow.runs import Runs, metric_name
+from verl_otel.bridges.mlflow.sink import MlflowSink
+from verl_otel.bridges.mlflow.traces import MAX_ROOTS, Traces
+from verl_otel.bridges.sink import Refused, TryLater
 from verl_otel.cli import main
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # starlette prefers another client from some version on
     from starlette.testclient import TestClient
 
-SECOND = 1_000_000_000
-START = 1_800_000_000 * SECOND
 _numbers = itertools.count(1)
 
 
@@ -74,37 +75,6 @@ def runs(client):
 def verl():
     """A verl run that is new in the store."""
     return VerlRun(f"run-{next(_numbers)}")
-
-
-class VerlRun:
-    """The events of a verl run, as the bridge gets them."""
-
-    def __init__(self, run_id, project="gsm8k", experiment="ppo-1"):
-        self.run_id, self.project, self.experiment = run_id, project, experiment
-        self.resource = {
-            "verl.run.id": run_id,
-            "verl.project.name": project,
-            "verl.experiment.name": experiment,
-            "verl.version": "0.9.1",
-        }
-
-    @property
-    def identity(self):
-        return RunIdentity(self.run_id, self.project, self.experiment)
-
-    def event(self, name, at, body, attempt=1, **attributes):
-        found = {"verl.run.id": self.run_id, "verl.run.attempt": attempt, **attributes}
-        return RunEvent(name, START + int(at * SECOND), found, body, self.resource)
-
-    def started(self, at=0, attempt=1, **parameters):
-        return self.event("verl.run.started", at, parameters, attempt)
-
-    def step(self, number, at=None, attempt=1, **metrics):
-        at = number if at is None else at
-        return self.event("verl.step", at, metrics, attempt, **{"verl.step.number": number})
-
-    def finished(self, at=100, attempt=1, state="finished", **body):
-        return self.event("verl.run.finished", at, body, attempt, **{"verl.run.state": state})
 
 
 def history(client, run, key):
@@ -359,22 +329,6 @@ def test_any_key_gets_a_name_that_mlflow_accepts(key):
 # ---- server
 
 
-def log_request(*run_events):
-    """The request that the Collector sends for events: made by the real SDK and encoder."""
-    from opentelemetry.sdk._logs import LoggerProvider
-    from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
-    from opentelemetry.sdk.resources import Resource
-
-    request = ExportLogsServiceRequest()
-    for event in run_events:
-        exporter = InMemoryLogRecordExporter()
-        provider = LoggerProvider(resource=Resource(dict(event.resource)), shutdown_on_exit=False)
-        provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
-        events.emit(provider.get_logger("t"), event.name, event.body, event.attributes, time_ns=event.time_ns)
-        request.MergeFrom(encode_logs(exporter.get_finished_logs()))
-    return request
-
-
 PROTOBUF = {"content-type": "application/x-protobuf"}
 
 
@@ -383,19 +337,19 @@ def bridge(uri, monkeypatch):
     # Set by the bridge too; here so that they are put back.
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
-    with TestClient(server.app(uri)) as bridge:
+    with TestClient(server.app({"mlflow": MlflowSink(uri)})) as bridge:
         yield bridge
 
 
 def assert_serves(bridge):
     assert bridge.get("/healthz").status_code == 200
     good = log_request(VerlRun("run-health").step(1, a=1.0)).SerializeToString()
-    assert bridge.post("/v1/logs", content=good, headers=PROTOBUF).status_code == 200
+    assert bridge.post("/mlflow/v1/logs", content=good, headers=PROTOBUF).status_code == 200
 
 
 def test_events_that_are_posted_are_in_mlflow(bridge, client, runs, verl):
     request = log_request(verl.started(lr=0.1), verl.step(3, **{"critic/score/mean": 0.1 + 0.2}), verl.finished(9))
-    response = bridge.post("/v1/logs", content=request.SerializeToString(), headers=PROTOBUF)
+    response = bridge.post("/mlflow/v1/logs", content=request.SerializeToString(), headers=PROTOBUF)
     assert response.status_code == 200
     assert response.headers["content-type"] == "application/x-protobuf"
     assert ExportLogsServiceResponse.FromString(response.content) == ExportLogsServiceResponse()
@@ -409,20 +363,26 @@ def test_events_that_are_posted_are_in_mlflow(bridge, client, runs, verl):
 
 def test_a_compressed_request_is_taken(bridge, client, runs, verl):
     body = gzip.compress(log_request(verl.step(1, a=1.0)).SerializeToString())
-    assert bridge.post("/v1/logs", content=body, headers={**PROTOBUF, "content-encoding": "gzip"}).status_code == 200
+    assert (
+        bridge.post("/mlflow/v1/logs", content=body, headers={**PROTOBUF, "content-encoding": "gzip"}).status_code
+        == 200
+    )
     assert client.get_run(runs.resolve(verl.identity).run_id).data.metrics == {"a": 1.0}
 
 
 def test_a_compressed_request_in_many_pieces_is_taken(bridge, client, runs, verl):
     body = gzip.compress(log_request(verl.step(1, a=1.0)).SerializeToString())
     pieces = (body[i : i + 7] for i in range(0, len(body), 7))
-    assert bridge.post("/v1/logs", content=pieces, headers={**PROTOBUF, "content-encoding": "gzip"}).status_code == 200
+    assert (
+        bridge.post("/mlflow/v1/logs", content=pieces, headers={**PROTOBUF, "content-encoding": "gzip"}).status_code
+        == 200
+    )
     assert client.get_run(runs.resolve(verl.identity).run_id).data.metrics == {"a": 1.0}
 
 
 def test_a_request_in_json_is_taken_and_answered_in_json(bridge, client, runs, verl):
     body = json_format.MessageToJson(log_request(verl.step(1, a=0.1 + 0.2))).encode()
-    response = bridge.post("/v1/logs", content=body, headers={"content-type": "application/json; charset=utf-8"})
+    response = bridge.post("/mlflow/v1/logs", content=body, headers={"content-type": "application/json; charset=utf-8"})
     assert (response.status_code, response.json()) == (200, {})
     assert client.get_run(runs.resolve(verl.identity).run_id).data.metrics == {"a": 0.1 + 0.2}
 
@@ -430,17 +390,17 @@ def test_a_request_in_json_is_taken_and_answered_in_json(bridge, client, runs, v
 def test_what_is_not_for_mlflow_is_a_partial_success(bridge, verl):
     nobody = RunEvent("verl.step", START, {}, {"a": 1.0}, {})
     request = log_request(verl.step(1, a=1.0), nobody, verl.event("other", 1, {}))
-    response = bridge.post("/v1/logs", content=request.SerializeToString(), headers=PROTOBUF)
+    response = bridge.post("/mlflow/v1/logs", content=request.SerializeToString(), headers=PROTOBUF)
     assert response.status_code == 200
     assert ExportLogsServiceResponse.FromString(response.content).partial_success.rejected_log_records == 2
 
 
 def test_an_empty_request_is_taken(bridge):
-    assert bridge.post("/v1/logs", content=b"", headers=PROTOBUF).status_code == 200
-    assert bridge.post("/v1/traces", content=b"", headers=PROTOBUF).status_code == 200
+    assert bridge.post("/mlflow/v1/logs", content=b"", headers=PROTOBUF).status_code == 200
+    assert bridge.post("/mlflow/v1/traces", content=b"", headers=PROTOBUF).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/logs", "/v1/traces"])
+@pytest.mark.parametrize("path", ["/mlflow/v1/logs", "/mlflow/v1/traces"])
 @pytest.mark.parametrize(
     ("content", "headers", "status"),
     [
@@ -461,26 +421,26 @@ def test_what_can_never_be_taken_is_refused_and_the_bridge_goes_on(bridge, path,
 
 @pytest.mark.parametrize("content", [b"", b"{", b"7", b"\xff", b'{"resourceLogs": 7}', b"[" * 100_000])
 def test_json_that_cannot_be_read_is_refused(bridge, content):
-    response = bridge.post("/v1/logs", content=content, headers={"content-type": "application/json"})
+    response = bridge.post("/mlflow/v1/logs", content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert_serves(bridge)
 
 
 def test_traces_in_json_are_refused(bridge):
     headers = {"content-type": "application/json"}
-    assert bridge.post("/v1/traces", content=b"{}", headers=headers).status_code == 415
+    assert bridge.post("/mlflow/v1/traces", content=b"{}", headers=headers).status_code == 415
 
 
 def test_a_request_that_is_too_large_is_refused(bridge, monkeypatch):
     monkeypatch.setattr(server, "MAX_BODY", 10_000)
-    assert bridge.post("/v1/logs", content=b"\0" * 10_001, headers=PROTOBUF).status_code == 413
+    assert bridge.post("/mlflow/v1/logs", content=b"\0" * 10_001, headers=PROTOBUF).status_code == 413
     assert_serves(bridge)
 
 
 def test_a_request_that_unpacks_to_too_much_is_refused(bridge):
     bomb = gzip.compress(b"\0" * (server.MAX_BODY + 1), compresslevel=1)
     assert len(bomb) < server.MAX_BODY / 50
-    response = bridge.post("/v1/logs", content=bomb, headers={**PROTOBUF, "content-encoding": "gzip"})
+    response = bridge.post("/mlflow/v1/logs", content=bomb, headers={**PROTOBUF, "content-encoding": "gzip"})
     assert response.status_code == 413
     assert_serves(bridge)
 
@@ -488,9 +448,12 @@ def test_a_request_that_unpacks_to_too_much_is_refused(bridge):
 def test_a_request_of_exactly_the_limit_is_not_too_large(bridge, monkeypatch, verl):
     request = log_request(verl.step(1, a=1.0)).SerializeToString()
     monkeypatch.setattr(server, "MAX_BODY", len(request))
-    assert bridge.post("/v1/logs", content=request, headers=PROTOBUF).status_code == 200
+    assert bridge.post("/mlflow/v1/logs", content=request, headers=PROTOBUF).status_code == 200
     packed = gzip.compress(request)
-    assert bridge.post("/v1/logs", content=packed, headers={**PROTOBUF, "content-encoding": "gzip"}).status_code == 200
+    assert (
+        bridge.post("/mlflow/v1/logs", content=packed, headers={**PROTOBUF, "content-encoding": "gzip"}).status_code
+        == 200
+    )
 
 
 @pytest.fixture
@@ -503,12 +466,15 @@ def nowhere():
 
 def test_while_mlflow_is_away_the_collector_is_asked_to_wait(bridge, nowhere, verl):
     logs = log_request(verl.step(1, a=1.0)).SerializeToString()
-    with TestClient(server.app(nowhere)) as cut_off:
-        for path, content in (("/v1/logs", logs), ("/v1/traces", trace_request(verl, 1).SerializeToString())):
+    with TestClient(server.app({"mlflow": MlflowSink(nowhere)})) as cut_off:
+        for path, content in (
+            ("/mlflow/v1/logs", logs),
+            ("/mlflow/v1/traces", trace_request(verl, 1).SerializeToString()),
+        ):
             assert cut_off.post(path, content=content, headers=PROTOBUF).status_code == 503
         assert cut_off.get("/healthz").status_code == 200
-        assert cut_off.post("/v1/logs", content=b"\xff", headers=PROTOBUF).status_code == 400
-    assert bridge.post("/v1/logs", content=logs, headers=PROTOBUF).status_code == 200
+        assert cut_off.post("/mlflow/v1/logs", content=b"\xff", headers=PROTOBUF).status_code == 400
+    assert bridge.post("/mlflow/v1/logs", content=logs, headers=PROTOBUF).status_code == 200
 
 
 # ---- who may send
@@ -516,7 +482,7 @@ def test_while_mlflow_is_away_the_collector_is_asked_to_wait(bridge, nowhere, ve
 
 @pytest.fixture
 def guarded(uri):
-    with TestClient(server.app(uri, token="the token")) as bridge:
+    with TestClient(server.app({"mlflow": MlflowSink(uri)}, token="the token")) as bridge:
         yield bridge
 
 
@@ -534,7 +500,7 @@ def guarded(uri):
         "Bearer tök",
     ],
 )
-@pytest.mark.parametrize("path", ["/v1/logs", "/v1/traces"])
+@pytest.mark.parametrize("path", ["/mlflow/v1/logs", "/mlflow/v1/traces"])
 def test_without_the_token_nothing_is_taken_and_the_bridge_goes_on(guarded, verl, path, given):
     headers = [*PROTOBUF.items(), *([] if given is None else [("authorization", given.encode("latin-1"))])]
     response = guarded.post(path, content=b"\xff" * 100, headers=headers)
@@ -547,7 +513,7 @@ def test_without_the_token_nothing_is_taken_and_the_bridge_goes_on(guarded, verl
 def test_with_the_token_events_are_taken(guarded, verl, given):
     content = log_request(verl.step(1, a=1.0)).SerializeToString()
     headers = {**PROTOBUF, "authorization": given}
-    assert guarded.post("/v1/logs", content=content, headers=headers).status_code == 200
+    assert guarded.post("/mlflow/v1/logs", content=content, headers=headers).status_code == 200
 
 
 @pytest.fixture
@@ -560,9 +526,9 @@ def served(monkeypatch):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.1", "bridge", "localhost.example.org"])
 def test_the_bridge_does_not_listen_beyond_loopback_without_a_token(served, monkeypatch, capsys, host):
-    command = ["mlflow-bridge", "--host", host]
+    command = ["bridge", "--mlflow", "http://127.0.0.1:1", "--host", host]
     assert main(command) == 2 and served == []
-    assert "VERL_OTEL_BRIDGE_TOKEN" in capsys.readouterr().out
+    assert "VERL_OTEL_BRIDGE_TOKEN" in capsys.readouterr().err
     monkeypatch.setenv("VERL_OTEL_BRIDGE_TOKEN", " ")
     assert main(command) == 2 and served == []
     monkeypatch.setenv("VERL_OTEL_BRIDGE_TOKEN", "secret")
@@ -573,18 +539,18 @@ def test_the_bridge_does_not_listen_beyond_loopback_without_a_token(served, monk
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.5", "::1", "localhost"])
 def test_on_loopback_the_bridge_needs_no_token(served, host):
-    assert main(["mlflow-bridge", "--host", host]) == 0 and served == [host]
+    assert main(["bridge", "--mlflow", "http://127.0.0.1:1", "--host", host]) == 0 and served == [host]
 
 
 def test_the_token_of_the_environment_is_asked_for(monkeypatch, uri):
     apps = []
     monkeypatch.setattr("uvicorn.run", lambda app, **options: apps.append(app))
     monkeypatch.setenv("VERL_OTEL_BRIDGE_TOKEN", "secret")
-    assert main(["mlflow-bridge", "--mlflow", "http://127.0.0.1:1"]) == 0
+    assert main(["bridge", "--mlflow", "http://127.0.0.1:1"]) == 0
     with TestClient(apps[0]) as bridge:
-        assert bridge.post("/v1/logs", content=b"", headers=PROTOBUF).status_code == 401
+        assert bridge.post("/mlflow/v1/logs", content=b"", headers=PROTOBUF).status_code == 401
         headers = {**PROTOBUF, "authorization": "Bearer secret"}
-        assert bridge.post("/v1/logs", content=b"", headers=headers).status_code == 200
+        assert bridge.post("/mlflow/v1/logs", content=b"", headers=headers).status_code == 200
 
 
 # ---- anything at all
@@ -613,7 +579,7 @@ def mutated(valid):
 
 _FUZZED = VerlRun("run-fuzz")
 _VALID = {
-    "/v1/logs": [
+    "/mlflow/v1/logs": [
         log_request(_FUZZED.started(lr=0.1, name="x")).SerializeToString(),
         log_request(_FUZZED.step(3, **{"critic/score/mean": 0.5, "n": 7})).SerializeToString(),
         log_request(_FUZZED.finished(9)).SerializeToString(),
@@ -663,9 +629,9 @@ class AnyMlflow(MlflowClient):
 @pytest.fixture(scope="module")
 def fuzzed():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "MlflowClient", AnyMlflow)
-        patch.setattr(server, "Traces", type("NotSent", (Traces,), {"_post": lambda *_: None}))
-        app = server.app("http://127.0.0.1:1")
+        patch.setattr(sink, "MlflowClient", AnyMlflow)
+        patch.setattr(sink, "Traces", type("NotSent", (Traces,), {"_post": lambda *_: None}))
+        app = server.app({"mlflow": MlflowSink("http://127.0.0.1:1")})
     with TestClient(app) as bridge:
         yield bridge
 
@@ -678,24 +644,27 @@ def assert_refused_or_taken(bridge, path, content, headers):
 
 @settings(max_examples=150)
 @given(
-    st.sampled_from(["/v1/logs", "/v1/traces"]), st.binary(max_size=200), _TYPES, st.sampled_from(["", "gzip", "br"])
+    st.sampled_from(["/mlflow/v1/logs", "/mlflow/v1/traces"]),
+    st.binary(max_size=200),
+    _TYPES,
+    st.sampled_from(["", "gzip", "br"]),
 )
 def test_no_bytes_are_too_much_for_the_bridge(fuzzed, path, content, kind, encoding):
     assert_refused_or_taken(fuzzed, path, content, {"content-type": kind, "content-encoding": encoding})
 
 
 @settings(max_examples=300)
-@given(mutated(_VALID["/v1/logs"]), st.booleans())
+@given(mutated(_VALID["/mlflow/v1/logs"]), st.booleans())
 def test_no_mutated_events_are_too_much_for_the_bridge(fuzzed, content, packed):
     headers = {**PROTOBUF, **({"content-encoding": "gzip"} if packed else {})}
-    assert_refused_or_taken(fuzzed, "/v1/logs", gzip.compress(content) if packed else content, headers)
+    assert_refused_or_taken(fuzzed, "/mlflow/v1/logs", gzip.compress(content) if packed else content, headers)
 
 
 @settings(max_examples=150)
 @given(st.data())
 def test_no_mutated_spans_are_too_much_for_the_bridge(fuzzed, data):
     valid = [trace_request(_FUZZED, 2, 1).SerializeToString(), trace_request(None, 1).SerializeToString()]
-    assert_refused_or_taken(fuzzed, "/v1/traces", data.draw(mutated(valid)), PROTOBUF)
+    assert_refused_or_taken(fuzzed, "/mlflow/v1/traces", data.draw(mutated(valid)), PROTOBUF)
 
 
 _JSON_VALUES = st.recursive(
@@ -730,20 +699,22 @@ def test_no_json_is_too_much_for_the_bridge(fuzzed, record):
     resource = {"attributes": [{"key": "verl.run.id", "value": {"stringValue": "run-fuzz"}}]}
     request = {"resourceLogs": [{"resource": resource, "scopeLogs": [{"logRecords": [record]}]}]}
     content = json.dumps(request).encode()
-    assert_refused_or_taken(fuzzed, "/v1/logs", content, {"content-type": "application/json"})
+    assert_refused_or_taken(fuzzed, "/mlflow/v1/logs", content, {"content-type": "application/json"})
 
 
 def test_what_can_never_be_handled_is_not_sent_again_and_again(bridge, monkeypatch, verl, caplog):
     """One such request would hold up all that is behind it in the Collector's queue."""
     monkeypatch.setattr(Runs, "handle", lambda *_: 1 / 0)
     content = log_request(verl.step(1, a=1.0)).SerializeToString()
-    assert bridge.post("/v1/logs", content=content, headers=PROTOBUF).status_code == 400
+    assert bridge.post("/mlflow/v1/logs", content=content, headers=PROTOBUF).status_code == 400
     assert "it is lost" in caplog.text
     monkeypatch.undo()
     assert_serves(bridge)
 
 
-@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/logs"), ("PUT", "/v1/traces"), ("POST", "/v1/metrics")])
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/mlflow/v1/logs"), ("PUT", "/mlflow/v1/traces"), ("POST", "/mlflow/v1/metrics")]
+)
 def test_other_requests_are_refused(bridge, method, path):
     assert bridge.request(method, path).status_code in (404, 405)
 
@@ -896,6 +867,6 @@ def test_a_server_that_is_away_is_tried_later(runs, nowhere, verl):
 
 
 def test_spans_that_name_no_run_are_a_partial_success(bridge):
-    response = bridge.post("/v1/traces", content=trace_request(None, 2, 1).SerializeToString(), headers=PROTOBUF)
+    response = bridge.post("/mlflow/v1/traces", content=trace_request(None, 2, 1).SerializeToString(), headers=PROTOBUF)
     assert response.status_code == 200
     assert ExportTraceServiceResponse.FromString(response.content).partial_success.rejected_spans == 3

@@ -307,8 +307,8 @@ def test_the_command_says_its_version(capsys):
 
 
 def test_a_bridge_without_a_server_to_write_to_is_refused(capsys):
-    assert main(["mlflow-bridge", "--mlflow", "sqlite:///x.db"]) == 2
-    assert "needs an MLflow server" in capsys.readouterr().out
+    assert main(["bridge", "--mlflow", "sqlite:///x.db"]) == 2
+    assert "needs an MLflow server" in capsys.readouterr().err
 
 
 def test_what_was_not_finite_is_on_the_page_with_its_steps(root):

@@ -1,1 +1,4 @@
-"""From the Collector to systems that do not take OTLP, or not all of it."""
+"""OTLP -> systems that do not take it, or not all of it: runs, their steps and traces.
+
+`server` receives (OTLP/HTTP) for the sinks: `mlflow`, `sql`, `influx`. Everything may be delivered twice.
+"""

@@ -4,44 +4,22 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from verl_otel.cli import 
-    alert_relay,
-    alert_rules,
-    control,
-    dashboards,
-    doctor,
-    down,
-    mlflow_bridge,
-    replay,
-    report,
-    status,
-    up,
-)
+from verl_otel.cli import alert_relay, alert_rules, bridge, control, dashboards, doctor, down, replay, report, status, up
 from verl_otel.version import __version__
+
+_COMMANDS = (up, status, down, doctor, report, replay, control, bridge, alert_relay, alert_rules, dashboards)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="verl-otel",
-        description="Run the backends, look at runs, check the set-up, bring telemetry to MLflow and alerts to people.",
+        description="Run the backends, check the set-up, look at runs, bring them to databases and their alerts to people.",
         epilog="A run is recorded by: opentelemetry-instrument python -m verl.trainer.main_ppo ...",
     )
     parser.add_argument("--version", action="version", version=f"verl-otel {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (
-        up,
-        status,
-        down,
-        doctor,
-        report,
-        replay,
-        mlflow_bridge,
-        control,
-        alert_relay,
-        alert_rules,
-        dashboards,
-    ):
+    for command in _COMMANDS:
         command.add_to(commands)
     options = parser.parse_args(arguments)
     return options.run(options)

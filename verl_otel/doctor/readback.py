@@ -89,7 +89,7 @@ def _mlflow(asked: Asked) -> Iterator[Finding]:
         tags = {tag.get("key"): tag.get("value") for tag in found.get("experiment", {}).get("tags", [])}
         return tags.get(attr.DOCTOR_ID) == asked.probe.id
 
-    hint = "does the bridge (verl-otel mlflow-bridge) run, of this version, with this MLflow?"
+    hint = "does the bridge (verl-otel bridge) run, of this version, with this MLflow?"
     yield from _read_back(
         asked, "logs", mlflow, there, f"the test event (a tag of the experiment {attr.SERVICE_DOCTOR})", hint
     )

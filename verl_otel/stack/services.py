@@ -80,7 +80,7 @@ def _alertmanager(stack: "Stack") -> Start:
 
 
 def _bridge(stack: "Stack") -> Start:
-    command = [sys.executable, "-m", "verl_otel.cli", "mlflow-bridge"]
+    command = [sys.executable, "-m", "verl_otel.cli", "bridge"]
     return [*command, "--port", str(stack.ports["bridge"]), "--mlflow", stack.url("mlflow")], {}
 
 

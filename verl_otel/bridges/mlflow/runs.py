@@ -10,12 +10,12 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from verl_otel.bridges.events import RunEvent, RunIdentity, integer
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv.metrics import key_digest
 
@@ -32,52 +32,11 @@ _STATE = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED", "stopp
 
 
 @dataclass(frozen=True)
-class RunEvent:
-    """One event of a run, as the bridge needs it. `time_ns` is Unix time."""
-
-    name: str
-    time_ns: int
-    attributes: Mapping[str, Any]
-    body: Mapping[str, Any]
-    resource: Mapping[str, Any]
-
-    def identity(self) -> "RunIdentity | None":
-        """Whose event it is; None if it names no run."""
-        return identity_of({**self.resource, **self.attributes})
-
-    def attempt(self) -> int:
-        """The attempt of the run in which it happened."""
-        return _integer(self.attributes.get(attr.RUN_ATTEMPT)) or 1
-
-    def step(self) -> int | None:
-        """The step's number."""
-        return _integer(self.attributes.get(attr.STEP_NUMBER))
-
-
-@dataclass(frozen=True)
-class RunIdentity:
-    """A verl run and the names of the MLflow experiment and run that it gets."""
-
-    run_id: str
-    project: str
-    experiment: str
-
-
-@dataclass(frozen=True)
 class MlflowRun:
     """Ids of an MLflow run."""
 
     experiment_id: str
     run_id: str
-
-
-def identity_of(attributes: Mapping[str, Any]) -> RunIdentity | None:
-    """The run that a resource or event belongs to, None if it names none."""
-    run_id = attributes.get(attr.RUN_ID)
-    if not run_id:
-        return None
-    project = str(attributes.get(attr.PROJECT_NAME) or "verl")
-    return RunIdentity(str(run_id), project, str(attributes.get(attr.EXPERIMENT_NAME) or run_id))
 
 
 def metric_name(key: str) -> str:
@@ -242,14 +201,7 @@ _HANDLED = frozenset({attr.EVENT_STEP, attr.EVENT_RUN_STARTED, attr.EVENT_RUN_FI
 
 
 def _attempt_of(run: Run) -> int:
-    return _integer(run.data.tags.get(TAG_ATTEMPT)) or 0
-
-
-def _integer(value: Any) -> int | None:
-    try:
-        return int(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
+    return integer(run.data.tags.get(TAG_ATTEMPT)) or 0
 
 
 def _metrics(event: RunEvent) -> list[Metric]:
@@ -257,11 +209,9 @@ def _metrics(event: RunEvent) -> list[Metric]:
     time_ms = event.time_ns // 1_000_000
     taken: dict[str, str] = {}
     points = []
-    for key, value in event.body.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
+    for key, value in event.numbers().items():
         name = metric_name(key)
         if taken.setdefault(name, key) != key:  # two keys that MLflow would not tell apart
             name = f"{name[: MAX_KEY - 9]}_{key_digest(key)}"
-        points.append(Metric(name, float(value), time_ms, step))
+        points.append(Metric(name, value, time_ms, step))
     return points

@@ -10,18 +10,12 @@ from typing import Any
 import requests
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from verl_otel.bridges.mlflow.runs import RunIdentity, Runs, identity_of
+from verl_otel.bridges.events import RunIdentity, identity_of
+from verl_otel.bridges.mlflow.runs import Runs
+from verl_otel.bridges.sink import Refused, TryLater
 
 MAX_ROOTS = 50
 TIMEOUT = 30.0
-
-
-class TryLater(Exception):
-    """MLflow cannot take it now; the Collector is to send it again."""
-
-
-class Refused(Exception):
-    """MLflow will never take it."""
 
 
 class Traces:
