@@ -4,7 +4,19 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from verl_otel.cli import alert_relay, alert_rules, bridge, control, dashboards, doctor, down, replay, report, status, up
+from verl_otel.cli import (
+    alert_relay,
+    alert_rules,
+    bridge,
+    control,
+    dashboards,
+    doctor,
+    down,
+    replay,
+    report,
+    status,
+    up,
+)
 from verl_otel.version import __version__
 
 _COMMANDS = (up, status, down, doctor, report, replay, control, bridge, alert_relay, alert_rules, dashboards)
@@ -14,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="verl-otel",
-        description="Run the backends, check the set-up, look at runs, bring them to databases and their alerts to people.",
+        description="Run the backends, check the set-up, look at runs, bring them to databases and alerts to people.",
         epilog="A run is recorded by: opentelemetry-instrument python -m verl.trainer.main_ppo ...",
     )
     parser.add_argument("--version", action="version", version=f"verl-otel {__version__}")
