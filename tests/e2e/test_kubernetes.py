@@ -6,8 +6,13 @@ There is no cluster here: see `manifests.py` for what is real.
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +21,13 @@ import manifests
 import pytest
 import yaml
 from manifests import KUBERNETES, ROOT, Objects, in_cluster, name, of_kind
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from verl_otel.stack.binaries import binary
+from verl_otel.stack.ports import free_ports
+from verl_otel.stack.stack import answers
 
 pytestmark = pytest.mark.stack
 
@@ -138,6 +148,16 @@ def test_a_field_that_does_not_exist_is_found(overlay: str, kind: str, path: tup
         manifests.validate(found)
 
 
+def test_the_alert_rules_become_an_object_of_the_prometheus_operator() -> None:
+    document = (ROOT / "docs" / "operating.md").read_text()
+    (block,) = [each for each in re.findall(r"```sh\n(.*?)```", document, re.DOTALL) if "PrometheusRule" in each]
+    command = block.replace("kubectl -n verl-otel apply -f -", "cat")
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, check=True, capture_output=True, text=True)
+    made = yaml.safe_load(done.stdout)
+    assert made["spec"] == yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text())
+    manifests.validate(made)
+
+
 def test_the_operators_configurations_are_those_of_the_collector() -> None:
     folder = KUBERNETES / "overlays" / "operator"
     sys.path.insert(0, str(folder))
@@ -253,6 +273,111 @@ def test_the_operators_collectors_are_those_of_the_base() -> None:
     scalers = [of_kind(in_cluster(way), "HorizontalPodAutoscaler")[0]["spec"] for way in ("open", "operator")]
     for key in ("minReplicas", "maxReplicas", "metrics", "behavior"):
         assert scalers[0][key] == scalers[1][key]
+
+
+class Service:
+    """Of a Kubernetes Service what matters here: a connection stays with the gateway that was there when it began."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:  # closed
+                return
+            host, port = self.target.split(":")
+            gateway = socket.create_connection((host, int(port)))
+            for source, sink in ((connection, gateway), (gateway, connection)):
+                threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
+
+    @staticmethod
+    def _copy(source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while content := source.recv(65536):
+                sink.sendall(content)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def test_agents_leave_a_gateway_that_is_out_of_the_service_and_nothing_is_lost(tmp_path: Path) -> None:
+    """The real agent and two real gateways; a connection's age is 2 s here."""
+    young = tmp_path / "young.yaml"
+    age = {"server_parameters": {"max_connection_age": "2s", "max_connection_age_grace": "1s"}}
+    young.write_text(yaml.safe_dump({"receivers": {"otlp": {"protocols": {"grpc": {"keepalive": age}}}}}))
+    names = [f"{which} {port}" for which in ("agent", "old", "new") for port in ("grpc", "http", "health", "self")]
+    address = {name: f"127.0.0.1:{port}" for name, port in free_ports(names).items()}
+    service = Service(address["old grpc"])
+    processes = []
+
+    def start(which: str, *files: Path, **variables: str) -> None:
+        folder = tmp_path / which
+        folder.mkdir()
+        command = [str(binary("verl-otelcol")), *(word for file in files for word in ("--config", str(file)))]
+        own = {
+            "PATH": os.environ["PATH"],
+            "VERL_OTEL_LISTEN_GRPC": address[f"{which} grpc"],
+            "VERL_OTEL_LISTEN_HTTP": address[f"{which} http"],
+            "VERL_OTEL_HEALTH": address[f"{which} health"],
+            "VERL_OTEL_SELF_PORT": address[f"{which} self"].partition(":")[2],
+            **variables,
+        }
+        with (folder / "log").open("wb") as log:
+            processes.append(subprocess.Popen(command, cwd=folder, env=own, stdout=log, stderr=log))
+
+    def accepted(which: str) -> int:
+        with urllib.request.urlopen(f"http://{address[f'{which} self']}/metrics", timeout=10) as response:
+            found = re.findall(r"^otelcol_receiver_accepted_spans\S* (\S+)", response.read().decode(), re.MULTILINE)
+        return int(sum(map(float, found)))
+
+    def until(done: Callable[[], bool], otherwise: str) -> None:
+        deadline = time.monotonic() + 60
+        while not done():
+            assert time.monotonic() < deadline, otherwise
+            time.sleep(0.1)
+
+    try:
+        gateway = ROOT / "collector" / "gateway.yaml"
+        start("old", gateway, young)
+        start("new", gateway, young)
+        start("agent", ROOT / "collector" / "agent.yaml", VERL_OTEL_GATEWAY=service.address)
+        for which in ("old", "new", "agent"):
+            until(lambda which=which: answers(f"http://{address[f'{which} health']}"), f"{which} does not start")
+        exporter = OTLPSpanExporter(f"http://{address['agent http']}/v1/traces")
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        sent = 0
+
+        def send() -> None:
+            nonlocal sent
+            provider.get_tracer("test").start_span("test").end()
+            sent += 1
+
+        send()
+        until(lambda: accepted("old") == 1, "the agent does not reach the gateway")
+        service.target = address["new grpc"]
+
+        def moved() -> bool:
+            send()
+            return accepted("new") > 3
+
+        until(moved, "the agent stays with the old gateway")
+        until(lambda: accepted("old") + accepted("new") == sent, "spans are lost")
+        provider.shutdown()
+    finally:
+        service.close()
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(30)
 
 
 # --- references
