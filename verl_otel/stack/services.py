@@ -1,5 +1,6 @@
 """The programs of the stack: how each is started, and where it answers when it is up."""
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,14 +70,24 @@ def _prometheus(stack: "Stack") -> Start:
 
 def _alertmanager(stack: "Stack") -> Start:
     addresses = {"relay:4321": stack.address("relay")}
-    settings = for_this_machine(DEPLOY / "alertmanager" / "alertmanager.yaml", addresses)
+    settings = yaml.safe_load(for_this_machine(DEPLOY / "alertmanager" / "alertmanager.yaml", addresses))
+    if stack.relay is None:  # alerts are seen in Alertmanager only
+        settings["receivers"] = [{"name": settings["route"]["receiver"]}]
     return [
         str(stack.program("alertmanager")),
-        f"--config.file={_write(stack.folder / 'alertmanager.yaml', settings)}",
+        f"--config.file={_write(stack.folder / 'alertmanager.yaml', yaml.safe_dump(settings))}",
         f"--storage.path={stack.folder / 'alertmanager'}",
         f"--web.listen-address={stack.address('alertmanager')}",
         "--cluster.listen-address=",  # one alone; it would listen on all addresses
     ], {}
+
+
+def _relay(stack: "Stack") -> Start:
+    command = [sys.executable, "-m", "verl_otel.cli", "alert-relay", "--port", str(stack.ports["relay"])]
+    configuration = ["--config", stack.relay] if stack.relay else []
+    variables = {name: value for name, value in os.environ.items() if name.startswith("VERL_OTEL_RELAY_")}
+    variables.pop("VERL_OTEL_RELAY_TOKEN", None)  # on loopback it needs none, and Alertmanager brings none
+    return [*command, *configuration], variables
 
 
 def _bridge(stack: "Stack") -> Start:
@@ -107,7 +118,8 @@ SERVICES = {
     "jaeger": Service("jaeger", "jaeger/api/v3/services", _jaeger),
     "prometheus": Service("prometheus", "prometheus/-/ready", _prometheus),
     "alertmanager": Service("alertmanager", "alertmanager/-/ready", _alertmanager),
+    "relay": Service("relay", "relay/healthz", _relay),
     "bridge": Service("bridge", "bridge/healthz", _bridge),
     "collector": Service("otlp_http", "collector_health/", _collector),
 }
-"""In the order in which they are started: the destinations before the Collector."""
+"""In the order in which they are started: the destinations before the Collector. `Stack.services` are those it has."""
