@@ -27,7 +27,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from verl_otel.stack.binaries import binary
 from verl_otel.stack.ports import free_ports
-from verl_otel.stack.stack import answers
 
 pytestmark = pytest.mark.stack
 
@@ -291,7 +290,11 @@ class Service:
             except OSError:  # closed
                 return
             host, port = self.target.split(":")
-            gateway = socket.create_connection((host, int(port)))
+            try:
+                gateway = socket.create_connection((host, int(port)))
+            except OSError:  # it ends
+                connection.close()
+                continue
             for source, sink in ((connection, gateway), (gateway, connection)):
                 threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
 
@@ -333,6 +336,13 @@ def test_agents_leave_a_gateway_that_is_out_of_the_service_and_nothing_is_lost(t
         with (folder / "log").open("wb") as log:
             processes.append(subprocess.Popen(command, cwd=folder, env=own, stdout=log, stderr=log))
 
+    def answers(which: str) -> bool:
+        try:
+            urllib.request.urlopen(f"http://{address[f'{which} health']}", timeout=5).close()
+        except OSError:
+            return False
+        return True
+
     def accepted(which: str) -> int:
         with urllib.request.urlopen(f"http://{address[f'{which} self']}/metrics", timeout=10) as response:
             found = re.findall(r"^otelcol_receiver_accepted_spans\S* (\S+)", response.read().decode(), re.MULTILINE)
@@ -346,11 +356,11 @@ def test_agents_leave_a_gateway_that_is_out_of_the_service_and_nothing_is_lost(t
 
     try:
         gateway = ROOT / "collector" / "gateway.yaml"
-        start("old", gateway, young)
-        start("new", gateway, young)
+        for which in ("old", "new"):
+            start(which, gateway, young)
+            until(lambda which=which: answers(which), f"{which} does not start")
         start("agent", ROOT / "collector" / "agent.yaml", VERL_OTEL_GATEWAY=service.address)
-        for which in ("old", "new", "agent"):
-            until(lambda which=which: answers(f"http://{address[f'{which} health']}"), f"{which} does not start")
+        until(lambda: answers("agent"), "the agent does not start")
         exporter = OTLPSpanExporter(f"http://{address['agent http']}/v1/traces")
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(exporter))
