@@ -580,19 +580,14 @@ def test_images_are_pinned_and_the_collector_is_the_tested_one(overlay: str) -> 
             assert image == COMPOSE["services"]["collector"]["image"]
 
 
-def test_the_bridge_starts_with_the_arguments_of_its_pod() -> None:
-    import argparse
-
-    from verl_otel.cli import mlflow_bridge
-
+def test_the_bridge_is_started_by_its_image_and_told_the_rest_by_variables() -> None:
     (bridge,) = of_kind(in_cluster("open"), "Deployment")
-    parser = argparse.ArgumentParser()
-    mlflow_bridge.add_to(parser.add_subparsers())
-    program, *arguments = container(bridge)["args"]
-    options = parser.parse_args(arguments)
-    assert program == "verl-otel" and options.host == "0.0.0.0" and not options.without_token
-    assert options.port == ports(bridge)["otlp-http"]
-    assert {mlflow_bridge.TOKEN, "MLFLOW_TRACKING_URI"} <= set(environment("open", bridge))
+    assert not {"args", "command"} & set(container(bridge))
+    dockerfile = (ROOT / "deploy" / "bridge" / "Dockerfile").read_text()
+    (command,) = re.findall(r"^CMD (\[.+\])$", dockerfile, re.MULTILINE)
+    assert json.loads(command)[2:] == ["--host", "0.0.0.0"]
+    assert re.findall(r"^EXPOSE (\d+)$", dockerfile, re.MULTILINE) == [str(ports(bridge)["otlp-http"])]
+    assert {"VERL_OTEL_BRIDGE_TOKEN", "MLFLOW_TRACKING_URI"} <= set(environment("open", bridge))
 
 
 INJECTED = """
