@@ -171,6 +171,6 @@ def _version(path: str) -> tuple[int, ...] | None:
 if __name__ == "__main__":
     try:
         for wanted in sys.argv[1:] or SOURCES:
-            print(build(wanted))
+            print(build(wanted, lambda line: print(line, flush=True)), flush=True)
     except StackError as error:
         sys.exit(str(error))
