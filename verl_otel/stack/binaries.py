@@ -46,12 +46,12 @@ SOURCES = {
     ),
 }
 
-# program -> (its names on PATH, the oldest version that takes our configurations)
+# program -> (its names on PATH, the oldest version that was seen to take our configuration)
 ON_PATH = {
     "verl-otelcol": (("verl-otelcol", "otelcol-contrib"), (0, 155)),
-    "jaeger": (("jaeger",), (2, 0)),
+    "jaeger": (("jaeger",), (2, 13)),
     "prometheus": (("prometheus",), (3, 5)),
-    "alertmanager": (("alertmanager",), (0, 27)),
+    "alertmanager": (("alertmanager",), (0, 25)),
 }
 
 Report = Callable[[str], None]
