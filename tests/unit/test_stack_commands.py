@@ -253,13 +253,11 @@ def test_one_robot_is_said_by_variables_and_its_secrets_are_the_relays_only(verl
     assert all(b"planted" not in path.read_bytes() for path in verl_otel.folder.rglob("*") if path.is_file())
 
 
-def test_alertmanager_tells_the_relay_if_there_is_one(tmp_path):
-    for relay in (None, ""):
-        stack = Stack(tmp_path, relay=relay, program=Path)
-        ALERTMANAGER.start(stack)
-        (receiver,) = yaml.safe_load((tmp_path / "alertmanager.yaml").read_text())["receivers"]
-        hooks = receiver.get("webhook_configs", [])
-        assert [hook["url"] for hook in hooks] == ([] if relay is None else [f"{stack.url('relay')}/alerts"])
+def test_alertmanager_is_told_where_the_relay_is(tmp_path):
+    stack = Stack(tmp_path, program=Path)
+    ALERTMANAGER.start(stack)
+    (receiver,) = yaml.safe_load((tmp_path / "alertmanager.yaml").read_text())["receivers"]
+    assert [hook["url"] for hook in receiver["webhook_configs"]] == [f"{stack.url('relay')}/alerts"]
 
 
 def test_prometheus_is_told_where_the_others_are(tmp_path):

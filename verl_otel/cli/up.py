@@ -60,7 +60,7 @@ def add_to(commands: Any) -> None:
         metavar="FILE",
         type=Path,
         help="send alerts to the chat robots in this file (docs/alerting.md); for one robot, the variables "
-        "VERL_OTEL_RELAY_KIND, _URL and _SECRET do; without, alerts are in Alertmanager only",
+        "VERL_OTEL_RELAY_KIND, _URL and _SECRET do; without, alerts stay in Alertmanager",
     )
     parser.add_argument("--foreground", action="store_true", help="stay, and stop everything on Ctrl-C")
     parser.set_defaults(run=run)

@@ -70,12 +70,10 @@ def _prometheus(stack: "Stack") -> Start:
 
 def _alertmanager(stack: "Stack") -> Start:
     addresses = {"relay:4321": stack.address("relay")}
-    settings = yaml.safe_load(for_this_machine(DEPLOY / "alertmanager" / "alertmanager.yaml", addresses))
-    if stack.relay is None:  # alerts are seen in Alertmanager only
-        settings["receivers"] = [{"name": settings["route"]["receiver"]}]
+    settings = for_this_machine(DEPLOY / "alertmanager" / "alertmanager.yaml", addresses)
     return [
         str(stack.program("alertmanager")),
-        f"--config.file={_write(stack.folder / 'alertmanager.yaml', yaml.safe_dump(settings))}",
+        f"--config.file={_write(stack.folder / 'alertmanager.yaml', settings)}",
         f"--storage.path={stack.folder / 'alertmanager'}",
         f"--web.listen-address={stack.address('alertmanager')}",
         "--cluster.listen-address=",  # one alone; it would listen on all addresses

@@ -29,8 +29,8 @@ class Stack:
         environment: for all of them.
         traces_on_disk: Jaeger's traces outlive its restart.
         rules: Prometheus' alert rules.
-        relay: the file that says to which chat robots alerts go; empty for the one of the variables VERL_OTEL_RELAY_*;
-            None: to none.
+        relay: with the alert relay: the file that says to which chat robots alerts go, or empty for the one robot of
+            the variables VERL_OTEL_RELAY_*. None: without it; Alertmanager finds one that is started later.
         program: where a program is; by default the tested versions, built if need be.
         processes: what runs already.
     """
