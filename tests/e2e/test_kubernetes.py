@@ -21,10 +21,12 @@ import jsonschema
 import manifests
 import pytest
 import yaml
+from cryptography.x509.oid import ExtendedKeyUsageOID
 from manifests import KUBERNETES, ROOT, Objects, in_cluster, name, of_kind
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from test_security import Authority
 
 from verl_otel.stack.binaries import binary
 from verl_otel.stack.ports import free_ports
@@ -312,83 +314,152 @@ class Service:
         self._server.close()
 
 
+class Collectors:
+    """Real Collectors side by side, each with ports and a folder of its own."""
+
+    def __init__(self, folder: Path, *names: str) -> None:
+        self.folder = folder
+        ports = free_ports([f"{name} {port}" for name in names for port in ("grpc", "http", "health", "self")])
+        self.address = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, which: str, arguments: list[str], variables: dict[str, str]) -> None:
+        """Start one, and wait until it is up."""
+        folder = self.folder / which
+        folder.mkdir(exist_ok=True)
+        own = {
+            "PATH": os.environ["PATH"],
+            **variables,
+            "VERL_OTEL_LISTEN_GRPC": self.address[f"{which} grpc"],
+            "VERL_OTEL_LISTEN_HTTP": self.address[f"{which} http"],
+            "VERL_OTEL_HEALTH": self.address[f"{which} health"],
+            "VERL_OTEL_SELF_HOST": "127.0.0.1",
+            "VERL_OTEL_SELF_PORT": self.address[f"{which} self"].partition(":")[2],
+            "VERL_OTEL_QUEUE_FOLDER": str(folder / "queue"),
+        }
+        with (folder / "log").open("wb") as log:
+            command = [str(binary("verl-otelcol")), *arguments]
+            self._processes.append(subprocess.Popen(command, cwd=folder, env=own, stdout=log, stderr=log))
+        until(lambda: self._answers(which), f"{which} does not start: see {folder}/log")
+
+    def accepted(self, which: str) -> int:
+        """How many spans it has taken."""
+        with urllib.request.urlopen(f"http://{self.address[f'{which} self']}/metrics", timeout=10) as response:
+            found = re.findall(r"^otelcol_receiver_accepted_spans\S* (\S+)", response.read().decode(), re.MULTILINE)
+        return int(sum(map(float, found)))
+
+    def _answers(self, which: str) -> bool:
+        try:
+            urllib.request.urlopen(f"http://{self.address[f'{which} health']}", timeout=5).close()
+        except OSError:
+            return False
+        return True
+
+    def __enter__(self) -> "Collectors":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.wait(30)
+
+
+def until(done: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.1)
+
+
+def send_a_span(url: str, **settings: Any) -> None:
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(f"{url}/v1/traces", timeout=5, **settings)))
+    provider.get_tracer("test").start_span("test").end()
+    provider.shutdown()
+
+
 def test_agents_leave_a_gateway_that_is_out_of_the_service_and_nothing_is_lost(tmp_path: Path) -> None:
     """The real agent and two real gateways; a connection's age is 2 s here."""
     young = tmp_path / "young.yaml"
     age = {"server_parameters": {"max_connection_age": "2s", "max_connection_age_grace": "1s"}}
     young.write_text(yaml.safe_dump({"receivers": {"otlp": {"protocols": {"grpc": {"keepalive": age}}}}}))
-    names = [f"{which} {port}" for which in ("agent", "old", "new") for port in ("grpc", "http", "health", "self")]
-    address = {name: f"127.0.0.1:{port}" for name, port in free_ports(names).items()}
-    service = Service(address["old grpc"])
-    processes = []
-
-    def start(which: str, *files: Path, **variables: str) -> None:
-        folder = tmp_path / which
-        folder.mkdir()
-        command = [str(binary("verl-otelcol")), *(word for file in files for word in ("--config", str(file)))]
-        own = {
-            "PATH": os.environ["PATH"],
-            "VERL_OTEL_LISTEN_GRPC": address[f"{which} grpc"],
-            "VERL_OTEL_LISTEN_HTTP": address[f"{which} http"],
-            "VERL_OTEL_HEALTH": address[f"{which} health"],
-            "VERL_OTEL_SELF_PORT": address[f"{which} self"].partition(":")[2],
-            **variables,
-        }
-        with (folder / "log").open("wb") as log:
-            processes.append(subprocess.Popen(command, cwd=folder, env=own, stdout=log, stderr=log))
-
-    def answers(which: str) -> bool:
-        try:
-            urllib.request.urlopen(f"http://{address[f'{which} health']}", timeout=5).close()
-        except OSError:
-            return False
-        return True
-
-    def accepted(which: str) -> int:
-        with urllib.request.urlopen(f"http://{address[f'{which} self']}/metrics", timeout=10) as response:
-            found = re.findall(r"^otelcol_receiver_accepted_spans\S* (\S+)", response.read().decode(), re.MULTILINE)
-        return int(sum(map(float, found)))
-
-    def until(done: Callable[[], bool], otherwise: str) -> None:
-        deadline = time.monotonic() + 60
-        while not done():
-            assert time.monotonic() < deadline, otherwise
-            time.sleep(0.1)
-
-    try:
-        gateway = ROOT / "collector" / "gateway.yaml"
-        for which in ("old", "new"):
-            start(which, gateway, young)
-            until(lambda which=which: answers(which), f"{which} does not start")
-        start("agent", ROOT / "collector" / "agent.yaml", VERL_OTEL_GATEWAY=service.address)
-        until(lambda: answers("agent"), "the agent does not start")
-        exporter = OTLPSpanExporter(f"http://{address['agent http']}/v1/traces")
-        provider = TracerProvider()
-        provider.add_span_processor(SimpleSpanProcessor(exporter))
+    gateway = [f"--config={ROOT / 'collector' / 'gateway.yaml'}", f"--config={young}"]
+    with Collectors(tmp_path, "agent", "old", "new") as collectors:
+        collectors.start("old", gateway, {})
+        collectors.start("new", gateway, {})
+        service = Service(collectors.address["old grpc"])
+        agent = [f"--config={ROOT / 'collector' / 'agent.yaml'}"]
+        collectors.start("agent", agent, {"VERL_OTEL_GATEWAY": service.address})
         sent = 0
 
-        def send() -> None:
+        def arrives(which: str, count: int) -> bool:
             nonlocal sent
-            provider.get_tracer("test").start_span("test").end()
+            send_a_span(f"http://{collectors.address['agent http']}")
             sent += 1
+            return collectors.accepted(which) >= count
 
-        send()
-        until(lambda: accepted("old") == 1, "the agent does not reach the gateway")
-        service.target = address["new grpc"]
-
-        def moved() -> bool:
-            send()
-            return accepted("new") > 3
-
-        until(moved, "the agent stays with the old gateway")
-        until(lambda: accepted("old") + accepted("new") == sent, "spans are lost")
-        provider.shutdown()
-    finally:
+        until(lambda: arrives("old", 1), "the agent does not reach the gateway")
+        service.target = collectors.address["new grpc"]
+        until(lambda: arrives("new", 3), "the agent stays with the old gateway")
+        until(lambda: collectors.accepted("old") + collectors.accepted("new") == sent, "spans are lost")
         service.close()
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait(30)
+
+
+def mounted(overlay: str, workload: dict[str, Any], secrets: dict[str, dict[str, str]], folder: Path) -> dict[str, str]:
+    """The variables of a container with the files of its Secrets in `folder`, where the variables find them."""
+    volumes = {volume["name"]: volume for volume in pod(workload)["volumes"]}
+    for mount in container(workload)["volumeMounts"]:
+        source = volumes.get(mount["name"], {}).get("secret")
+        if source:
+            path = folder / mount["mountPath"].lstrip("/")
+            path.mkdir(parents=True)
+            items = source.get("items", [{"key": key, "path": key} for key in secrets[source["secretName"]]])
+            for item in items:
+                (path / item["path"]).write_text(secrets[source["secretName"]][item["key"]])
+    variables = environment(overlay, workload)
+    for each in container(workload)["env"]:
+        if "valueFrom" in each:
+            reference = each["valueFrom"]["secretKeyRef"]
+            variables[each["name"]] = secrets[reference["name"]][reference["key"]]
+    return {key: re.sub(r"^/etc/verl-otel", f"{folder}/etc/verl-otel", value) for key, value in variables.items()}
+
+
+def test_with_tls_and_tokens_only_who_has_one_gets_through_to_the_gateway(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real Collectors, with the files and variables that the pods of the overlay have."""
+    for variable in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):  # the SDK's exporter would take them before ours
+        monkeypatch.delenv(variable, raising=False)
+    authority = Authority(tmp_path, "authority")
+    tls = {}
+    for part in ("agent", "gateway"):
+        certificate, key = authority.issue(part, ExtendedKeyUsageOID.SERVER_AUTH)
+        tls[f"verl-otel-{part}-tls"] = {"tls.crt": certificate.read_text(), "tls.key": key.read_text()}
+    tls["verl-otel-agent-tls"]["ca.crt"] = authority.certificate.read_text()
+    secrets = {
+        **tls,
+        "verl-otel-senders": {"tokens": "of-a-sender\n"},
+        "verl-otel-agents": {"tokens": "old\nof-an-agent\n", "authorization": "Bearer of-an-agent"},
+        "verl-otel-bridge": {"token": "of-the-bridge"},
+    }
+    assert set(secrets) == SECRETS["secure"]
+    agent, gateway, _ = in_order("secure")
+    with Collectors(tmp_path, "agent", "gateway") as collectors:
+        for which, workload in (("gateway", gateway), ("agent", agent)):
+            folder = tmp_path / which
+            arguments = configuration("secure", workload, folder)
+            variables = mounted("secure", workload, secrets, folder)
+            variables |= {"VERL_OTEL_GATEWAY": collectors.address["gateway grpc"]} if which == "agent" else {}
+            collectors.start(which, arguments, variables)
+        url, trusted = f"https://{collectors.address['agent http']}", {"certificate_file": str(authority.certificate)}
+        around = f"https://{collectors.address['gateway http']}"
+        send_a_span(url, headers={"authorization": "Bearer of-an-agent"}, **trusted)
+        send_a_span(around, headers={"authorization": "Bearer of-a-sender"}, **trusted)
+        assert caplog.text.count("401") == 2
+        send_a_span(url, headers={"authorization": "Bearer of-a-sender"}, **trusted)
+        until(lambda: collectors.accepted("gateway") == 1, "the span does not reach the gateway")
+        assert collectors.accepted("agent") == 1
 
 
 # --- references
