@@ -154,7 +154,8 @@ def simulated(template: Template, ranks: int, run: str) -> list[Process]:
         "reward_worker": 1,
         "rollout_server": -(-ranks // RANKS_OF_A_NODE),
     }
-    return [Process(template, role, number, run) for role, count in counts.items() for number in range(count)]
+    there = {role: count for role, count in counts.items() if role in template.parts}
+    return [Process(template, role, number, run) for role, count in there.items() for number in range(count)]
 
 
 class Load:

@@ -38,7 +38,7 @@ DEFINITIONS = {
             "h1:M5xLCLEoaW2IJfnuCwFzzpL+jSVQu3KGT84Pye+fW8s=",
             "example/prometheus-operator-crd",
             "monitoring.coreos.com",
-            ("PodMonitor",),
+            ("PodMonitor", "PrometheusRule"),
         ),
     )
     for kind in kinds

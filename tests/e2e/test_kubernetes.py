@@ -6,8 +6,14 @@ There is no cluster here: see `manifests.py` for what is real.
 import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +21,15 @@ import jsonschema
 import manifests
 import pytest
 import yaml
+from cryptography.x509.oid import ExtendedKeyUsageOID
 from manifests import KUBERNETES, ROOT, Objects, in_cluster, name, of_kind
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from test_security import Authority
 
 from verl_otel.stack.binaries import binary
+from verl_otel.stack.ports import free_ports
 
 pytestmark = pytest.mark.stack
 
@@ -138,6 +150,16 @@ def test_a_field_that_does_not_exist_is_found(overlay: str, kind: str, path: tup
         manifests.validate(found)
 
 
+def test_the_alert_rules_become_an_object_of_the_prometheus_operator() -> None:
+    document = (ROOT / "docs" / "operating.md").read_text()
+    (block,) = [each for each in re.findall(r"```sh\n(.*?)```", document, re.DOTALL) if "PrometheusRule" in each]
+    command = block.replace("kubectl -n verl-otel apply -f -", "cat")
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, check=True, capture_output=True, text=True)
+    made = yaml.safe_load(done.stdout)
+    assert made["spec"] == yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text())
+    manifests.validate(made)
+
+
 def test_the_operators_configurations_are_those_of_the_collector() -> None:
     folder = KUBERNETES / "overlays" / "operator"
     sys.path.insert(0, str(folder))
@@ -253,6 +275,191 @@ def test_the_operators_collectors_are_those_of_the_base() -> None:
     scalers = [of_kind(in_cluster(way), "HorizontalPodAutoscaler")[0]["spec"] for way in ("open", "operator")]
     for key in ("minReplicas", "maxReplicas", "metrics", "behavior"):
         assert scalers[0][key] == scalers[1][key]
+
+
+class Service:
+    """Of a Kubernetes Service what matters here: a connection stays with the gateway that was there when it began."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:  # closed
+                return
+            host, port = self.target.split(":")
+            try:
+                gateway = socket.create_connection((host, int(port)))
+            except OSError:  # it ends
+                connection.close()
+                continue
+            for source, sink in ((connection, gateway), (gateway, connection)):
+                threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
+
+    @staticmethod
+    def _copy(source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while content := source.recv(65536):
+                sink.sendall(content)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class Collectors:
+    """Real Collectors side by side, each with ports and a folder of its own."""
+
+    def __init__(self, folder: Path, *names: str) -> None:
+        self.folder = folder
+        ports = free_ports([f"{name} {port}" for name in names for port in ("grpc", "http", "health", "self")])
+        self.address = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, which: str, arguments: list[str], variables: dict[str, str]) -> None:
+        """Start one, and wait until it is up."""
+        folder = self.folder / which
+        folder.mkdir(exist_ok=True)
+        own = {
+            "PATH": os.environ["PATH"],
+            **variables,
+            "VERL_OTEL_LISTEN_GRPC": self.address[f"{which} grpc"],
+            "VERL_OTEL_LISTEN_HTTP": self.address[f"{which} http"],
+            "VERL_OTEL_HEALTH": self.address[f"{which} health"],
+            "VERL_OTEL_SELF_HOST": "127.0.0.1",
+            "VERL_OTEL_SELF_PORT": self.address[f"{which} self"].partition(":")[2],
+            "VERL_OTEL_QUEUE_FOLDER": str(folder / "queue"),
+        }
+        with (folder / "log").open("wb") as log:
+            command = [str(binary("verl-otelcol")), *arguments]
+            self._processes.append(subprocess.Popen(command, cwd=folder, env=own, stdout=log, stderr=log))
+        until(lambda: self._answers(which), f"{which} does not start: see {folder}/log")
+
+    def accepted(self, which: str) -> int:
+        """How many spans it has taken."""
+        with urllib.request.urlopen(f"http://{self.address[f'{which} self']}/metrics", timeout=10) as response:
+            found = re.findall(r"^otelcol_receiver_accepted_spans\S* (\S+)", response.read().decode(), re.MULTILINE)
+        return int(sum(map(float, found)))
+
+    def _answers(self, which: str) -> bool:
+        try:
+            urllib.request.urlopen(f"http://{self.address[f'{which} health']}", timeout=5).close()
+        except OSError:
+            return False
+        return True
+
+    def __enter__(self) -> "Collectors":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.wait(30)
+
+
+def until(done: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.1)
+
+
+def send_a_span(url: str, **settings: Any) -> None:
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(f"{url}/v1/traces", timeout=5, **settings)))
+    provider.get_tracer("test").start_span("test").end()
+    provider.shutdown()
+
+
+def test_agents_leave_a_gateway_that_is_out_of_the_service_and_nothing_is_lost(tmp_path: Path) -> None:
+    """The real agent and two real gateways; a connection's age is 2 s here."""
+    young = tmp_path / "young.yaml"
+    age = {"server_parameters": {"max_connection_age": "2s", "max_connection_age_grace": "1s"}}
+    young.write_text(yaml.safe_dump({"receivers": {"otlp": {"protocols": {"grpc": {"keepalive": age}}}}}))
+    gateway = [f"--config={ROOT / 'collector' / 'gateway.yaml'}", f"--config={young}"]
+    with Collectors(tmp_path, "agent", "old", "new") as collectors:
+        collectors.start("old", gateway, {})
+        collectors.start("new", gateway, {})
+        service = Service(collectors.address["old grpc"])
+        agent = [f"--config={ROOT / 'collector' / 'agent.yaml'}"]
+        collectors.start("agent", agent, {"VERL_OTEL_GATEWAY": service.address})
+        sent = 0
+
+        def arrives(which: str, count: int) -> bool:
+            nonlocal sent
+            send_a_span(f"http://{collectors.address['agent http']}")
+            sent += 1
+            return collectors.accepted(which) >= count
+
+        until(lambda: arrives("old", 1), "the agent does not reach the gateway")
+        service.target = collectors.address["new grpc"]
+        until(lambda: arrives("new", 3), "the agent stays with the old gateway")
+        until(lambda: collectors.accepted("old") + collectors.accepted("new") == sent, "spans are lost")
+        service.close()
+
+
+def mounted(overlay: str, workload: dict[str, Any], secrets: dict[str, dict[str, str]], folder: Path) -> dict[str, str]:
+    """The variables of a container with the files of its Secrets in `folder`, where the variables find them."""
+    volumes = {volume["name"]: volume for volume in pod(workload)["volumes"]}
+    for mount in container(workload)["volumeMounts"]:
+        source = volumes.get(mount["name"], {}).get("secret")
+        if source:
+            path = folder / mount["mountPath"].lstrip("/")
+            path.mkdir(parents=True)
+            items = source.get("items", [{"key": key, "path": key} for key in secrets[source["secretName"]]])
+            for item in items:
+                (path / item["path"]).write_text(secrets[source["secretName"]][item["key"]])
+    variables = environment(overlay, workload)
+    for each in container(workload)["env"]:
+        if "valueFrom" in each:
+            reference = each["valueFrom"]["secretKeyRef"]
+            variables[each["name"]] = secrets[reference["name"]][reference["key"]]
+    return {key: re.sub(r"^/etc/verl-otel", f"{folder}/etc/verl-otel", value) for key, value in variables.items()}
+
+
+def test_with_tls_and_tokens_only_who_has_one_gets_through_to_the_gateway(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real Collectors, with the files and variables that the pods of the overlay have."""
+    for variable in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):  # the SDK's exporter would take them before ours
+        monkeypatch.delenv(variable, raising=False)
+    authority = Authority(tmp_path, "authority")
+    tls = {}
+    for part in ("agent", "gateway"):
+        certificate, key = authority.issue(part, ExtendedKeyUsageOID.SERVER_AUTH)
+        tls[f"verl-otel-{part}-tls"] = {"tls.crt": certificate.read_text(), "tls.key": key.read_text()}
+    tls["verl-otel-agent-tls"]["ca.crt"] = authority.certificate.read_text()
+    secrets = {
+        **tls,
+        "verl-otel-senders": {"tokens": "of-a-sender\n"},
+        "verl-otel-agents": {"tokens": "old\nof-an-agent\n", "authorization": "Bearer of-an-agent"},
+        "verl-otel-bridge": {"token": "of-the-bridge"},
+    }
+    assert set(secrets) == SECRETS["secure"]
+    agent, gateway, _ = in_order("secure")
+    with Collectors(tmp_path, "agent", "gateway") as collectors:
+        for which, workload in (("gateway", gateway), ("agent", agent)):
+            folder = tmp_path / which
+            arguments = configuration("secure", workload, folder)
+            variables = mounted("secure", workload, secrets, folder)
+            variables |= {"VERL_OTEL_GATEWAY": collectors.address["gateway grpc"]} if which == "agent" else {}
+            collectors.start(which, arguments, variables)
+        url, trusted = f"https://{collectors.address['agent http']}", {"certificate_file": str(authority.certificate)}
+        around = f"https://{collectors.address['gateway http']}"
+        send_a_span(url, headers={"authorization": "Bearer of-an-agent"}, **trusted)
+        send_a_span(around, headers={"authorization": "Bearer of-a-sender"}, **trusted)
+        assert caplog.text.count("401") == 2
+        send_a_span(url, headers={"authorization": "Bearer of-a-sender"}, **trusted)
+        until(lambda: collectors.accepted("gateway") == 1, "the span does not reach the gateway")
+        assert collectors.accepted("agent") == 1
 
 
 # --- references
@@ -444,27 +651,14 @@ def test_images_are_pinned_and_the_collector_is_the_tested_one(overlay: str) -> 
             assert image == COMPOSE["services"]["collector"]["image"]
 
 
-def test_the_bridge_starts_with_the_arguments_of_its_pod() -> None:
-    import argparse
-
-    from verl_otel.cli import bridge as command
-
+def test_the_bridge_is_started_by_its_image_and_told_the_rest_by_variables() -> None:
     (bridge,) = of_kind(in_cluster("open"), "Deployment")
-    parser = argparse.ArgumentParser()
-    command.add_to(parser.add_subparsers())
-    program, *arguments = container(bridge)["args"]
-    options = parser.parse_args(arguments)
-    assert program == "verl-otel" and options.host == "0.0.0.0" and not options.without_token
-    assert options.port == ports(bridge)["otlp-http"]
-    assert {command.TOKEN, "MLFLOW_TRACKING_URI"} <= set(environment("open", bridge))
-
-
-def test_the_image_that_the_operator_injects_is_built_from_files_that_exist() -> None:
-    dockerfile = (ROOT / "deploy" / "instrumentation" / "Dockerfile").read_text()
-    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", dockerfile, re.MULTILINE)
-    sources = " ".join(copied).split()
-    assert sources and all((ROOT / source).exists() for source in sources)
-    assert "/autoinstrumentation" in dockerfile and "busybox" in dockerfile  # the operator runs its `cp`
+    assert not {"args", "command"} & set(container(bridge))
+    dockerfile = (ROOT / "deploy" / "bridge" / "Dockerfile").read_text()
+    (command,) = re.findall(r"^CMD (\[.+\])$", dockerfile, re.MULTILINE)
+    assert json.loads(command)[2:] == ["--host", "0.0.0.0"]
+    assert re.findall(r"^EXPOSE (\d+)$", dockerfile, re.MULTILINE) == [str(ports(bridge)["otlp-http"])]
+    assert {"VERL_OTEL_BRIDGE_TOKEN", "MLFLOW_TRACKING_URI"} <= set(environment("open", bridge))
 
 
 INJECTED = """
@@ -476,9 +670,16 @@ print("found", verl_otel.__file__, telemetry.current().identity.resource().attri
 
 def test_what_the_operator_injects_is_at_work(tmp_path: Path) -> None:
     """By hand, what the image's Dockerfile and the operator do: a folder with all packages, put on PYTHONPATH."""
+    dockerfile = (ROOT / "deploy" / "instrumentation" / "Dockerfile").read_text()
+    (what,) = re.findall(r"--target /autoinstrumentation \"\.(\S+)\"", dockerfile)
+    source = tmp_path / "source"
+    source.mkdir()
+    copied = " ".join(re.findall(r"^COPY (?!--from)(.+) \S+$", dockerfile, re.MULTILINE)).split()
+    for each in copied:
+        (shutil.copytree if (ROOT / each).is_dir() else shutil.copy)(ROOT / each, source / each)
     folder = tmp_path / "otel-auto-instrumentation-python"
     uv, python = (str(Path(sys.executable).with_name(program)) for program in ("uv", "python"))
-    install = [uv, "pip", "install", "-q", "--python", python, "--target", str(folder), f"{ROOT}[hardware]"]
+    install = [uv, "pip", "install", "-q", "--python", python, "--target", str(folder), f"{source}{what}"]
     subprocess.run(install, check=True, timeout=300)
     (instrumentation,) = of_kind(manifests.build("operator"), "Instrumentation")
     variables = {

@@ -48,6 +48,7 @@ def small(name: str, port: str) -> Service:
 SMALL = {
     "jaeger": small("jaeger", "jaeger"),
     "prometheus": small("prometheus", "prometheus"),
+    "relay": small("relay", "relay"),
     "collector": small("collector", "otlp_http"),
 }
 

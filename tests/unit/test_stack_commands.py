@@ -18,15 +18,18 @@ from pathlib import Path
 
 import pytest
 import small_stack
+import yaml
 
 from verl_otel import cli
 from verl_otel.stack import StackError, binaries, ports, state
 from verl_otel.stack.configuration import for_this_machine
 from verl_otel.stack.processes import Process
 from verl_otel.stack.services import SERVICES
+from verl_otel.stack.stack import Stack
 
+ALERTMANAGER, PROMETHEUS, RELAY = SERVICES["alertmanager"], SERVICES["prometheus"], SERVICES["relay"]
 SMALL_STACK = Path(__file__).with_name("small_stack.py")
-NAMES = tuple(small_stack.SMALL)
+NAMES = tuple(name for name in small_stack.SMALL if name != "relay")
 
 
 @dataclass
@@ -93,6 +96,11 @@ def lines_of(done, *names):
     return {name: table.get(name) for name in names or NAMES}
 
 
+def crash(pid):
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not Path(f"/proc/{pid}").exists())
+
+
 def test_up_leaves_the_programs_running_and_status_finds_them(verl_otel):
     done = verl_otel("up", "--free-ports")
     assert done.returncode == 0, done.stderr
@@ -120,7 +128,7 @@ def test_a_second_up_does_nothing_and_says_so(verl_otel):
 def test_status_shows_what_has_crashed_and_up_starts_only_that(verl_otel):
     verl_otel("up", "--free-ports")
     before = verl_otel.pids()
-    os.kill(before["jaeger"], signal.SIGKILL)
+    crash(before["jaeger"])
     os.kill(before["prometheus"], signal.SIGSTOP)
     status = verl_otel("status")
     assert status.returncode == 1
@@ -158,7 +166,7 @@ def test_what_cannot_start_takes_the_rest_with_it_and_its_log_is_shown(verl_otel
 def test_a_failed_repair_leaves_alone_what_ran_before(verl_otel, monkeypatch):
     verl_otel("up", "--free-ports")
     before = verl_otel.pids()
-    os.kill(before.pop("prometheus"), signal.SIGKILL)
+    crash(before.pop("prometheus"))
     monkeypatch.setenv("FAILS", "prometheus")
     assert verl_otel("up").returncode == 1
     assert sorted(verl_otel.left()) == sorted(before.values())
@@ -182,7 +190,7 @@ def test_in_the_foreground_it_stays_tells_of_a_crash_and_stops_everything(verl_o
         assert up.stdout is not None
         lines = iter(up.stdout.readline, "")
         assert any("Ctrl-C" in line for line in lines)
-        os.kill(verl_otel.pids()["jaeger"], signal.SIGKILL)
+        crash(verl_otel.pids()["jaeger"])
         assert any("jaeger has ended" in line for line in lines)
         assert len(verl_otel.left()) == len(NAMES) - 1
         up.send_signal(signal.SIGINT)
@@ -217,19 +225,59 @@ def test_a_wrong_option_is_said_in_words(verl_otel, options, message):
     assert verl_otel.left() == []
 
 
-def test_the_rules_are_remembered(verl_otel, tmp_path):
-    rules = tmp_path / "rules.yaml"
+def test_how_it_was_started_is_remembered(verl_otel, tmp_path):
+    rules, robots = tmp_path / "rules.yaml", tmp_path / "robots.yaml"
     rules.write_text("groups: []\n")
-    verl_otel("up", "--free-ports", "--rules", str(rules))
-    os.kill(verl_otel.pids()["jaeger"], signal.SIGKILL)
-    verl_otel("up")
-    content = json.loads((verl_otel.folder / "state.json").read_text())
-    assert content["rules"] == str(rules)
+    robots.write_text("robots: []\n")
+    assert verl_otel("up", "--free-ports", "--rules", str(rules), "--relay", str(robots)).returncode == 0
+    assert set(verl_otel.pids()) == {*NAMES, "relay"}
+    started = Stack.started_in(verl_otel.folder)
+    crash(verl_otel.pids()["relay"])
+    assert verl_otel("up").returncode == 0
+    again = Stack.started_in(verl_otel.folder)
+    for stack in (started, again):
+        assert (stack.rules, stack.relay, stack.traces_on_disk) == (rules, str(robots), True)
+    assert started.ports == again.ports and set(verl_otel.pids()) == {*NAMES, "relay"}
+    other = verl_otel("up", "--relay", str(rules))
+    assert other.returncode == 1 and "verl-otel down first" in other.stderr
+
+
+def test_one_robot_is_said_by_variables_and_its_secrets_are_the_relays_only(verl_otel, monkeypatch):
+    monkeypatch.setenv("VERL_OTEL_RELAY_URL", "https://example.com/planted")
+    monkeypatch.setenv("VERL_OTEL_RELAY_TOKEN", "planted")
+    assert verl_otel("up", "--free-ports").returncode == 0
+    for name, pid in verl_otel.pids().items():
+        assert b"planted" not in Path(f"/proc/{pid}/environ").read_bytes(), name
+    _, variables = RELAY.start(Stack.started_in(verl_otel.folder))
+    assert variables == {"VERL_OTEL_RELAY_URL": "https://example.com/planted"}
+    assert all(b"planted" not in path.read_bytes() for path in verl_otel.folder.rglob("*") if path.is_file())
+
+
+def test_alertmanager_is_told_where_the_relay_is(tmp_path):
+    stack = Stack(tmp_path, program=Path)
+    ALERTMANAGER.start(stack)
+    (receiver,) = yaml.safe_load((tmp_path / "alertmanager.yaml").read_text())["receivers"]
+    assert [hook["url"] for hook in receiver["webhook_configs"]] == [f"{stack.url('relay')}/alerts"]
+
+
+def test_prometheus_is_told_where_the_others_are(tmp_path):
+    stack = Stack(tmp_path, rules=Path("/some/rules.yaml"), program=Path)
+    PROMETHEUS.start(stack)
+    settings = yaml.safe_load((tmp_path / "prometheus.yaml").read_text())
+    assert settings["rule_files"] == ["/some/rules.yaml"]
+    targets = [t for job in settings["scrape_configs"] for static in job["static_configs"] for t in static["targets"]]
+    assert targets == [stack.address("collector_self"), stack.address("alertmanager")]
+    (alertmanagers,) = settings["alerting"]["alertmanagers"]
+    assert alertmanagers["static_configs"] == [{"targets": [stack.address("alertmanager")]}]
 
 
 def test_a_state_that_cannot_be_read_is_said_and_not_guessed(verl_otel):
     verl_otel.folder.mkdir()
-    for content in ("", "[]", '{"ports": {}, "rules": "", "processes": {"jaeger": 7}}'):
+    for content in (
+        "",
+        "[]",
+        '{"ports": {}, "traces_on_disk": true, "rules": "", "relay": null, "processes": {"jaeger": 7}}',
+    ):
         (verl_otel.folder / "state.json").write_text(content)
         for command in ("up", "status", "down"):
             done = verl_otel(command)
@@ -257,7 +305,7 @@ def test_a_pid_that_was_given_to_another_program_is_not_taken_for_ours(tmp_path)
     assert other.alive() and not ours.alive()
     ours.send_signal(signal.SIGKILL)
     ours.kill()
-    assert other.alive()
+    assert not other.wait(0.5)
     other.kill()
     assert not other.alive()
 

@@ -47,7 +47,7 @@ def show(stack: Stack) -> bool:
     """Print a line for each program; returns whether all of them answer."""
     failed = []
     print(f"{'':<14}{'':<17}{'pid':<9}{'where':<26}log")
-    for name in SERVICES:
+    for name in stack.services:
         if stack.runs(name):
             found = "runs" if stack.answers(name) else "does not answer"
             pid = str(stack.processes[name].pid)

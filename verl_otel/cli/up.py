@@ -1,7 +1,9 @@
 """`verl-otel up`: start the backends on this machine."""
 
 import argparse
+import functools
 import importlib.metadata
+import os
 import signal
 import sys
 import time
@@ -10,7 +12,6 @@ from typing import Any
 
 from verl_otel.cli.status import add_folder, show
 from verl_otel.stack import StackError, binaries, ports, state
-from verl_otel.stack.services import SERVICES
 from verl_otel.stack.stack import RULES, Stack
 
 DESCRIPTION = """\
@@ -54,6 +55,13 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--free-ports", action="store_true", help="free ports for all that --port does not name")
     parser.add_argument("--rules", metavar="FILE", type=Path, help="Prometheus alert rules in place of verl-otel's own")
+    parser.add_argument(
+        "--relay",
+        metavar="FILE",
+        type=Path,
+        help="send alerts to the chat robots in this file (docs/alerting.md); for one robot, the variables "
+        "VERL_OTEL_RELAY_KIND, _URL and _SECRET do; without, alerts stay in Alertmanager",
+    )
     parser.add_argument("--foreground", action="store_true", help="stay, and stop everything on Ctrl-C")
     parser.set_defaults(run=run)
 
@@ -77,36 +85,36 @@ def run(options: argparse.Namespace) -> int:
 
 def _start(folder: Path, options: argparse.Namespace) -> Stack:
     """The running stack."""
-    wanted = dict(options.port)
-    found = Stack.started_in(folder)
-    if found is not None:
-        if options.free_ports or wanted.items() - found.ports.items():
-            raise StackError(f"a stack was started in {folder} with its own ports: verl-otel down first")
-        if all(found.answers(name) for name in SERVICES):
-            print(f"it runs already, in {folder}")
-            show(found)
-            return found
-        listen = found.ports
-    else:
-        listen = {**(ports.free_ports(ports.USUAL) if options.free_ports else ports.USUAL), **wanted}
+    rules = _file(options.rules) if options.rules else None
+    relay = str(_file(options.relay)) if options.relay else "" if os.environ.get("VERL_OTEL_RELAY_URL") else None
+    program = functools.cache(lambda name: binaries.find(name, _say))
+    stack = Stack.started_in(folder, program)
+    if stack is None:
+        listen = {**(ports.free_ports(ports.USUAL) if options.free_ports else ports.USUAL), **dict(options.port)}
         _check_ports(listen)
+        stack = Stack(folder, listen, traces_on_disk=True, rules=rules or RULES, relay=relay, program=program)
+    else:
+        other_ports = options.free_ports or dict(options.port).items() - stack.ports.items()
+        if other_ports or rules not in (None, stack.rules) or relay not in (None, stack.relay):
+            raise StackError(f"a stack was started in {folder} with other ports, rules or robots: verl-otel down first")
+        if all(stack.answers(name) for name in stack.services):
+            print(f"it runs already, in {folder}")
+            show(stack)
+            return stack
     _check_python()
-    rules = options.rules.expanduser().resolve() if options.rules else found.rules if found else RULES
-    if not rules.is_file():
-        raise StackError(f"--rules {rules}: there is no such file")
-    programs = {name: binaries.find(name, _say) for name in binaries.ON_PATH}
-    stack = Stack(
-        folder,
-        listen,
-        traces_on_disk=True,
-        rules=rules,
-        program=programs.__getitem__,
-        processes=found.processes if found else None,
-    )
+    for name in binaries.ON_PATH:
+        program(name)  # what has to be built is, before anything starts
     stack.start(_say)
     show(stack)
     print(f"\nexport OTEL_EXPORTER_OTLP_ENDPOINT={stack.url('otlp_http')}   # where the training is started")
     return stack
+
+
+def _file(path: Path) -> Path:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise StackError(f"{path}: there is no such file")
+    return path
 
 
 def _check_ports(listen: dict[str, int]) -> None:

@@ -29,6 +29,8 @@ class Stack:
         environment: for all of them.
         traces_on_disk: Jaeger's traces outlive its restart.
         rules: Prometheus' alert rules.
+        relay: with the alert relay: the file that says to which chat robots alerts go, or empty for the one robot of
+            the variables VERL_OTEL_RELAY_*. None: without it; Alertmanager finds one that is started later.
         program: where a program is; by default the tested versions, built if need be.
         processes: what runs already.
     """
@@ -40,6 +42,7 @@ class Stack:
         environment: Mapping[str, str] | None = None,
         traces_on_disk: bool = False,
         rules: Path = RULES,
+        relay: str | None = None,
         program: Callable[[str], Path] = binaries.binary,
         processes: Mapping[str, Process] | None = None,
     ) -> None:
@@ -48,14 +51,26 @@ class Stack:
         self.environment = dict(environment or {})
         self.traces_on_disk = traces_on_disk
         self.rules = rules
+        self.relay = relay
+        self.services = [name for name in SERVICES if name != "relay" or relay is not None]
         self.program = program
         self.processes = dict(processes or {})
 
     @classmethod
-    def started_in(cls, folder: Path) -> "Stack | None":
-        """The stack that another command has started and none has stopped, to look at or to stop."""
+    def started_in(cls, folder: Path, program: Callable[[str], Path] = binaries.binary) -> "Stack | None":
+        """The stack that another command has started and none has stopped."""
         found = state.read(folder)
-        return cls(folder, found.ports, rules=found.rules, processes=found.processes) if found else None
+        if found is None:
+            return None
+        return cls(
+            folder,
+            found.ports,
+            traces_on_disk=found.traces_on_disk,
+            rules=found.rules,
+            relay=found.relay,
+            program=program,
+            processes=found.processes,
+        )
 
     def url(self, name: str) -> str:
         """Base URL of one of the ports."""
@@ -102,7 +117,7 @@ class Stack:
             StackError: something does not start; then nothing runs that did not before.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        missing = [name for name in SERVICES if not self.runs(name)]
+        missing = [name for name in self.services if not self.runs(name)]
         try:
             for name in missing:
                 report(f"starting {name}")
@@ -162,4 +177,4 @@ class Stack:
         raise StackError(f"{name} {what} at {self.health(name)}; the end of {self.log(name)}:\n{tail}")
 
     def _note(self) -> None:
-        state.write(self.folder, state.State(self.ports, self.rules, self.processes))
+        state.write(self.folder, state.State(self.ports, self.traces_on_disk, self.rules, self.relay, self.processes))

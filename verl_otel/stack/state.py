@@ -14,10 +14,12 @@ from verl_otel.stack.processes import Process
 
 @dataclass(frozen=True)
 class State:
-    """Ports by name, Prometheus' alert rules, processes by service."""
+    """How it was started, as `Stack` is given it, and the processes by service."""
 
     ports: dict[str, int]
+    traces_on_disk: bool
     rules: Path
+    relay: str | None
     processes: dict[str, Process]
 
 
@@ -33,7 +35,9 @@ def read(folder: Path) -> State | None:
         found = json.loads(path.read_text(encoding="utf-8"))
         return State(
             {name: int(port) for name, port in found["ports"].items()},
+            bool(found["traces_on_disk"]),
             Path(found["rules"]),
+            found["relay"],
             {name: Process(int(pid), int(started)) for name, (pid, started) in found["processes"].items()},
         )
     except FileNotFoundError:
@@ -48,9 +52,14 @@ def write(folder: Path, state: State) -> None:
     if not state.processes:
         path.unlink(missing_ok=True)
         return
-    processes = {name: [process.pid, process.started] for name, process in state.processes.items()}
+    content = {
+        "ports": state.ports,
+        "traces_on_disk": state.traces_on_disk,
+        "rules": str(state.rules),
+        "relay": state.relay,
+        "processes": {name: [process.pid, process.started] for name, process in state.processes.items()},
+    }
     new = path.with_suffix(".new")
-    content = {"ports": state.ports, "rules": str(state.rules), "processes": processes}
     new.write_text(json.dumps(content, indent=1), encoding="utf-8")
     new.replace(path)
 
