@@ -4,6 +4,7 @@ What a CPU run cannot have (GPUs, vLLM's metrics, faults, alerts) is made up fro
 Prometheus, through the Collector, under runs of the project `made-up`: so no query stays untried.
 """
 
+import dataclasses
 import urllib.parse
 import urllib.request
 
@@ -34,12 +35,14 @@ NOT_IN_A_PPO_RUN = {
     **dict.fromkeys(("verl_rollout_evicted", "verl_rollout_surplus"), "no asynchronous trainer"),
 }
 """Beginning of a Prometheus name -> why the real run has no such series."""
-NEEDS_A_FAULT = {
+NOTHING_IF_ALL_IS_WELL = {
     (uids.TELEMETRY, "Not delivered at once"),
     (uids.TELEMETRY, "Failures that were stopped"),
-    (uids.FLEET, "Runs", "H"),
+    (uids.FLEET, "Runs", "H"),  # alerts
+    (uids.FLEET, "Stages that run now"),
+    (uids.STAGES, "Stages that run now"),
 }
-"""Queries that filter for what does not happen in a run where all is well."""
+"""Queries that filter for what does not happen in a run where all is well, or which has ended."""
 
 
 def names_in(query):
@@ -104,11 +107,21 @@ def lines(result, labels=("verl_run_id",)):
 def test_a_query_returns_data_of_the_real_run(query, prometheus, ppo_run, times):
     result = prometheus.run(query, values_of(query, "ppo-run"), *times)
     absent = [why for start, why in NOT_IN_A_PPO_RUN.items() for name in names_in(query) if name.startswith(start)]
-    faultless = {(query.dashboard, query.panel), (query.dashboard, query.panel, query.ref)} & NEEDS_A_FAULT
-    if not absent and not faultless:
+    nothing = {(query.dashboard, query.panel), (query.dashboard, query.panel, query.ref)} & NOTHING_IF_ALL_IS_WELL
+    if not absent and not nothing:
         assert result
         runs = {series["metric"].get("verl_run_id", "ppo-run") for series in result}
         assert runs == {"ppo-run"}
+
+
+def test_stages_are_shown_while_they_run_and_not_after(prometheus, ppo_run, times):
+    """Prometheus itself shows the last point of a stage that has ended for five minutes."""
+    (query, _) = (query for query in QUERIES if query.panel == "Stages that run now")
+    during = prometheus.run(dataclasses.replace(query, instant=False), values_of(query, "ppo-run"), *times, step=1)
+    shown = {series["metric"]["verl_timer"]: [float(at) for at, _ in series["values"]] for series in during}
+    assert "setup" in shown and len(shown) > 1
+    assert max(shown["setup"]) < min(at for timer, seen in shown.items() if timer != "setup" for at in seen) + 10
+    assert prometheus.run(query, values_of(query, "ppo-run"), *times) == []
 
 
 def test_what_is_said_to_be_absent_from_the_real_run_is(prometheus, ppo_run, times):

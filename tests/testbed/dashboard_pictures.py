@@ -1,6 +1,6 @@
 """Pictures of the Grafana dashboards, drawn from their JSON, not by Grafana: it cannot be had on the test bed.
 
-    python tests/testbed/dashboard_pictures.py [--steps 40] [--output docs/images]
+    python tests/testbed/dashboard_pictures.py [--steps 12] [--output docs/images]
 
 Trains on the test bed through the stack, sends what a CPU run cannot have (made_up_series.py), runs the query of every
 panel against Prometheus, and draws the panels at their places with plotly; Chromium takes the pictures.
@@ -28,7 +28,7 @@ from plotly.offline import get_plotlyjs
 sys.path.insert(0, str(bed.ROOT / "deploy" / "local"))
 from stack import Stack
 
-RUN, PROJECT = "ppo-run", "tiny-arith"
+RUN, PROJECT, EXPERIMENT = "20261130-081500-3fa9c1", "arithmetic", "tiny-ppo"
 WIDTH, ROW, GAP, TOP = 1600, 30, 6, 92
 COLORS = ["#73BF69", "#F2CC0C", "#5794F2", "#FF9830", "#F2495C", "#B877D9", "#8AB8FF", "#FFA6B0", "#CA95E5", "#96D98D"]
 NAMED = {"green": "#73BF69", "orange": "#FF9830", "red": "#F2495C", "blue": "#5794F2", "text": "#D8D9DA"}
@@ -39,7 +39,7 @@ SHOWN: dict[str, dict[str, str]] = {"verl-hardware": {}, "verl-fleet": {}}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40, help="steps of the training run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=12, help="steps of the training run (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=bed.ROOT / "docs" / "images")
     parser.add_argument("--prometheus", metavar="URL", help="draw what this one has, instead of training")
     parser.add_argument("--end", type=float, default=time.time(), help="with --prometheus: Unix time of the right edge")
@@ -53,8 +53,14 @@ def main() -> None:
         start = time.time()
         run = bed.run(
             Path(folder) / "run",
-            [*bed.PPO_WITH_CRITIC_AND_REFERENCE, *bed.FAST_SAMPLER, f"trainer.project_name={PROJECT}"],
+            [
+                *bed.PPO_WITH_CRITIC_AND_REFERENCE,
+                *bed.FAST_SAMPLER,
+                f"trainer.project_name={PROJECT}",
+                f"trainer.experiment_name={EXPERIMENT}",
+            ],
             steps=options.steps,
+            fork_server=bed.fork_server(bed.PYTHON),
             environment={"OTEL_EXPORTER_OTLP_ENDPOINT": stack.url("otlp_http"), "VERL_OTEL_RUN_ID": RUN},
             timeout=1500,
         )

@@ -96,6 +96,24 @@ def grouping_labels(expr: str) -> set[str]:
     return {label for node in nodes if node.modifier for label in node.modifier.labels}
 
 
+def result_labels(expr: str) -> set[str] | None:
+    """The labels that the result of a query has; None where the query does not say."""
+    return _labels(promql_parser.parse(expr))
+
+
+def _labels(node: Any) -> set[str] | None:
+    if isinstance(node, promql_parser.AggregateExpr):
+        return set(node.modifier.labels) if node.modifier else set()
+    if isinstance(node, promql_parser.BinaryExpr):
+        sides = [labels for labels in (_labels(node.lhs), _labels(node.rhs)) if labels is not None]
+        return sides[0] if sides else None
+    if isinstance(node, promql_parser.Call):
+        found = [labels for labels in map(_labels, node.args) if labels is not None]
+        return found[0] - {"le"} if found else None
+    inner = getattr(node, "expr", None)
+    return _labels(inner) if inner is not None else None
+
+
 def _nodes(node: Any) -> Iterator[Any]:
     yield node
     for name in ("lhs", "rhs", "expr", "args", "vector_selector"):

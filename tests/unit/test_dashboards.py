@@ -29,6 +29,9 @@ HISTOGRAM_PARTS = ("_bucket", "_sum", "_count")
 OTHER_LABELS = {"le", "alertname", "alertstate", "severity", "instance", "exporter", "data_type", "receiver", "filter"}
 """Labels that are not attributes of ours: of Prometheus, its alerts and the Collector."""
 
+RUNS_TOGETHER = {"Scores of samples", "Mean duration of a call: method by rank"}
+"""Panels that show all chosen runs as one, and say so."""
+
 every_board = pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
 every_query = pytest.mark.parametrize("query", QUERIES, ids=str)
 
@@ -163,14 +166,30 @@ def test_a_query_of_runs_is_filtered_by_what_is_chosen(query):
 
 
 @every_query
-def test_a_legend_names_every_label_that_tells_lines_apart(query):
-    if query.kind in ("table", "heatmap", "annotation"):
-        return
-    groups = grafana.grouping_labels(put_in(query)) - {"le"}
-    missing = groups - set(re.findall(r"\{\{(\w+)\}\}", query.legend))
-    summed_up = not query.legend or query.dashboard == uids.HARDWARE
-    inner = {"verl_timer", "verl_worker_group", "rank", "state", "device", "hw_id"}  # summed or maximised once more
-    assert summed_up or missing <= inner, missing
+def test_a_legend_or_a_column_names_every_label_that_tells_results_apart(query):
+    """So none is lost on the way to the eye, and runs and attempts are not added up, but where one number is shown."""
+    labels = grafana.result_labels(put_in(query))
+    assert labels is not None
+    if query.kind == "table":
+        (panel,) = (p for p in grafana.panels(BOARDS[query.dashboard]) if p["title"] == query.panel)
+        (options,) = (t["options"] for t in panel["transformations"] if t["id"] in ("organize", "groupingToMatrix")
+                      if t["options"].keys() != {"excludeByName"})  # fmt: skip
+        named = set(options.get("renameByName", {})) | {options.get("rowField"), options.get("columnField")}
+        named = {name for name in named if name and not name.startswith("Value")}
+    elif query.kind == "annotation":
+        named = labels
+    else:
+        named = set(re.findall(r"\{\{(\w+)\}\}", query.legend))
+    assert labels - {"hw_id"} <= named <= labels | {"le"}  # a GPU is named by its host and number
+    of_runs = query.dashboard != uids.HARDWARE and "otelcol_" not in query.expr and "ALERTS" not in query.expr
+    one_number = query.kind == "stat" and not query.legend
+    if of_runs and not one_number and query.panel not in RUNS_TOGETHER:
+        assert {"verl_run_id", "verl_run_attempt"} <= labels
+
+
+def test_panels_that_show_all_runs_as_one_say_so():
+    said = {p["title"]: p["description"] for board in BOARDS.values() for p in grafana.panels(board)}
+    assert all("together" in said[title] for title in RUNS_TOGETHER)
 
 
 def test_the_top_rows_are_numbers():

@@ -71,7 +71,13 @@ def _learning(board: Dashboard) -> None:
     )
     scores = f"sum by (le) (increase({queries.series('verl.reward.score', part='bucket')}[$__rate_interval]))"
     board.with_panel(
-        heat("Scores of samples", Query(scores, "{{le}}"), About.of("verl.reward.score"), width=8, buckets=True)
+        heat(
+            "Scores of samples",
+            Query(scores, "{{le}}"),
+            About.of("verl.reward.score", "Of all chosen runs together"),
+            width=8,
+            buckets=True,
+        )
     )
     board.with_panel(
         lines(
