@@ -18,7 +18,7 @@ demo-stack: env ## the same run through a Collector to Jaeger, Prometheus and ML
 
 test: env ## every test; the cheap ones first
 	@$(PYTHON_IN_ENV) -m pytest tests/unit tests/contract -m "not matrix"
-	@$(PYTHON_IN_ENV) deploy/local/binaries.py
+	@$(PYTHON_IN_ENV) -m verl_otel.stack.binaries
 	@$(PYTHON_IN_ENV) -m pytest tests/integration tests/e2e -m "not matrix"
 	@$(PYTHON_IN_ENV) -m pytest tests/matrix -m "not matrix"
 
@@ -43,8 +43,8 @@ fuzz: env ## a minute of coverage-guided fuzzing of each thing that reads what o
 lint: env ## ruff and pyright
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/pyright
 
-binaries: env ## build the Collector, Jaeger and Prometheus (once)
-	@$(PYTHON_IN_ENV) deploy/local/binaries.py
+binaries: env ## build the Collector, Jaeger, Prometheus and Alertmanager (once)
+	@$(PYTHON_IN_ENV) -m verl_otel.stack.binaries
 
 collector-sources: ## generate collector/distribution from collector/builder.yaml
 	GOFLAGS=-buildvcs=false go run go.opentelemetry.io/collector/cmd/builder@v0.155.0 --config collector/builder.yaml --skip-compilation || true

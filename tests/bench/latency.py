@@ -12,8 +12,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "deploy" / "local"))
-from stack import Stack
+from verl_otel.stack.stack import Stack
 
 
 def value_of(url):

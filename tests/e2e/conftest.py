@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "testbed"), str(ROOT / "deploy" / "local")]
+sys.path.insert(0, str(ROOT / "tests" / "testbed"))
 
 import bed  # noqa: E402
-from stack import Stack  # noqa: E402
+
+from verl_otel.stack.stack import Stack  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +26,7 @@ def fork_server():
 
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory):
-    """The Collector, Jaeger, Prometheus, MLflow and the bridge."""
+    """The Collector, Jaeger, Prometheus, Alertmanager, MLflow and the bridge."""
     stack = Stack(tmp_path_factory.mktemp("stack"))
     stack.start()
     yield stack

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,12 +15,12 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "deploy" / "local"))
-from binaries import ROOT, binary
-from stack import free_ports
+from verl_otel.stack.binaries import binary
+from verl_otel.stack.ports import free_ports
 
 pytestmark = pytest.mark.stack
 
+ROOT = Path(__file__).resolve().parents[2]
 COLLECTOR = ROOT / "collector"
 VARIANT = "variants/prometheus-scrape.yaml"
 

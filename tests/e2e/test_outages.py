@@ -18,7 +18,8 @@ import bed
 import pytest
 import requests
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
-from stack import Stack
+
+from verl_otel.stack.stack import Stack
 
 pytestmark = [pytest.mark.run, pytest.mark.stack]
 

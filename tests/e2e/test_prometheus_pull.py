@@ -14,8 +14,9 @@ from collections import Counter
 import bed
 import pytest
 import yaml
-from binaries import ROOT, binary
-from stack import free_ports
+
+from verl_otel.stack.binaries import binary
+from verl_otel.stack.ports import free_ports
 
 pytestmark = [pytest.mark.run, pytest.mark.stack]
 
@@ -28,7 +29,7 @@ class Prometheus:
         config = folder / "prometheus.yaml"
         jobs = []
         for job in JOBS:
-            text = (ROOT / "deploy" / "prometheus" / f"{job}.yaml").read_text()
+            text = (bed.ROOT / "deploy" / "prometheus" / f"{job}.yaml").read_text()
             for of_the_example, here in (('"/srv/verl-otel/', f'"{files}/'), (": 5s", ": 1s"), (": 10s", ": 1s")):
                 assert text.count(of_the_example) == 1, of_the_example
                 text = text.replace(of_the_example, here)

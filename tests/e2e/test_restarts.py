@@ -123,7 +123,7 @@ def test_mlflow_continues_the_run(stack, resumed):
 @pytest.fixture(scope="module")
 def without_collector(tmp_path_factory, stack, fork_server):
     def on_line(line):
-        if "step:1 - " in line and stack.processes["collector"].poll() is None:
+        if "step:1 - " in line and stack.processes["collector"].alive():
             stack.kill("collector")
 
     run = bed.run(

@@ -23,17 +23,18 @@ from pathlib import Path
 import bed
 import pytest
 import yaml
-from binaries import ROOT, binary
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-from stack import free_ports
+
+from verl_otel.stack.binaries import binary
+from verl_otel.stack.ports import free_ports
 
 pytestmark = pytest.mark.stack
 
-COLLECTOR = ROOT / "collector"
-TRAINER = ROOT / "tests" / "integration" / "small_trainer.py"
+COLLECTOR = bed.ROOT / "collector"
+TRAINER = bed.ROOT / "tests" / "integration" / "small_trainer.py"
 TOKEN, OLD_TOKEN, WRONG_TOKEN = "Zq7-planted-token-0001", "Zq7-planted-token-0000", "Zq7-planted-token-wrong"
 USER, PASSWORD, WRONG_PASSWORD = "trainer", "Zq7-planted-password", "Zq7-planted-password-wrong"
 SECRET = "Zq7-planted"
@@ -430,7 +431,7 @@ def test_the_backends_get_tls_and_their_own_credentials(keys, collector, tmp_pat
         prometheus = subprocess.Popen(
             [
                 str(binary("prometheus")),
-                f"--config.file={ROOT / 'deploy' / 'prometheus' / 'prometheus.yaml'}",
+                f"--config.file={bed.ROOT / 'deploy' / 'prometheus' / 'prometheus.yaml'}",
                 f"--storage.tsdb.path={tmp_path / 'prometheus'}",
                 f"--web.listen-address=127.0.0.1:{port}",
                 f"--web.config.file={web}",

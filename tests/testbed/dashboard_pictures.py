@@ -13,7 +13,6 @@ import math
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +24,8 @@ import grafana
 import made_up_series
 from plotly.offline import get_plotlyjs
 
-sys.path.insert(0, str(bed.ROOT / "deploy" / "local"))
-from stack import Stack
+from verl_otel.stack.stack import Stack
+
 
 RUN, PROJECT, EXPERIMENT = "20261130-081500-3fa9c1", "arithmetic", "tiny-ppo"
 WIDTH, ROW, GAP, TOP = 1600, 30, 6, 92
@@ -77,8 +76,7 @@ def _metrics_of(board: Mapping[str, Any]) -> set[str]:
     known = {**made_up_series.by_prometheus_name(), **made_up_series.OTHERS}
     found = set()
     for query in grafana.queries_of(board):
-        for selector in grafana.selectors(grafana.put_in(query.expr, grafana.all_values(board))):
-            name = selector.name or ""
+        for name in grafana.names(grafana.put_in(query.expr, grafana.all_values(board))):
             found.add(name if name in known else re.sub("_(bucket|sum|count)$", "", name))
     return found & known.keys()
 

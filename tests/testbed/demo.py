@@ -80,8 +80,7 @@ output of verl       {run.log}
 
 def with_stack(folder: Path, stay: bool) -> None:
     """The run through the Collector to Jaeger, Prometheus and MLflow."""
-    sys.path.insert(0, str(bed.ROOT / "deploy" / "local"))
-    from stack import Stack
+    from verl_otel.stack.stack import Stack
 
     for end in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal leaves nothing behind either
         signal.signal(end, lambda *_: sys.exit(0))

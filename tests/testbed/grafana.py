@@ -90,6 +90,15 @@ def selectors(expr: str) -> Iterator[Any]:
     yield from (node for node in _nodes(promql_parser.parse(expr)) if isinstance(node, promql_parser.VectorSelector))
 
 
+def names(expr: str) -> set[str]:
+    """The metrics of a query, in Prometheus' names; both of a name that is matched with a dot or an underscore."""
+    found = set()
+    for selector in selectors(expr):
+        patterns = [matcher.value for matcher in selector.matchers.matchers if matcher.name == "__name__"]
+        found |= {selector.name} if selector.name else {p.replace("[._]", c) for p in patterns for c in "._"}
+    return found
+
+
 def grouping_labels(expr: str) -> set[str]:
     """The labels of every `by (...)` of a query."""
     nodes = [node for node in _nodes(promql_parser.parse(expr)) if isinstance(node, promql_parser.AggregateExpr)]

@@ -14,6 +14,8 @@ _COLLECTOR = (
     "The Collector's own metric. A Prometheus that scrapes the Collectors has it (port 8888; of the gateway 8988); "
     "those of all Collectors, whatever runs are chosen"
 )
+_TOO_LATE = '{__name__=~"otelcol_processor_filter_datapoints[._]filtered"}'
+"""With a dot where Prometheus 3 scrapes the Collector, with an underscore where an older one does."""
 _SIGNALS = ("spans", "metric_points", "log_records")
 
 
@@ -164,7 +166,7 @@ def _collectors(board: Dashboard) -> None:
                 )
                 for signal in _SIGNALS
             ]
-            + [Query("sum by (filter) (rate(otelcol_processor_filter_datapoints_filtered[$window]))", "{{filter}}")],
+            + [Query(f"sum by (filter) (rate({_TOO_LATE}[$window]))", "{{filter}}")],
             About(f"Memory limit, or points that are too late for Prometheus. {_COLLECTOR}", "suffix: items/s"),
         )
     )
