@@ -26,7 +26,6 @@ from plotly.offline import get_plotlyjs
 
 from verl_otel.stack.stack import Stack
 
-
 RUN, PROJECT, EXPERIMENT = "20261130-081500-3fa9c1", "arithmetic", "tiny-ppo"
 WIDTH, ROW, GAP, TOP = 1600, 30, 6, 92
 COLORS = ["#73BF69", "#F2CC0C", "#5794F2", "#FF9830", "#F2495C", "#B877D9", "#8AB8FF", "#FFA6B0", "#CA95E5", "#96D98D"]
