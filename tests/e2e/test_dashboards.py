@@ -23,6 +23,7 @@ NOT_IN_A_PPO_RUN = {
     "ALERTS": "no alert fires",
     **dict.fromkeys(("hw_gpu_", "hw_power_", "hw_temperature_", "hw_errors_", "hw_energy_", "hw_status"), "no GPU"),
     "verl_worker_memory_": "no GPU",
+    "DCGM_": "no GPU",
     **dict.fromkeys(("vllm:", "sglang:"), "neither engine runs on a CPU"),
     "otelcol_exporter_send_failed_": "there is none before the first failure",
     "verl_metric_non_finite_": "every value is finite",

@@ -17,7 +17,7 @@ DASHBOARDS = ROOT / "deploy" / "grafana" / "dashboards"
 
 BUILT_IN = {"__range", "__rate_interval", "__interval", "__from", "__to", "__url_time_range", "__data"}
 """Variables that Grafana has itself, of those that the dashboards use."""
-_VARIABLE = re.compile(r"\$(?:\{(\w+)[^}]*\}|(\w+))")
+_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)[^}]*\}|([A-Za-z_]\w*))")
 
 
 @dataclass(frozen=True)
