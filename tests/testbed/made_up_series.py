@@ -48,7 +48,7 @@ OTHERS: dict[str, tuple[str, Mapping[str, Sequence[str]]]] = {
     "sglang:token_usage": ("share", _SERVER),
     "sglang:time_to_first_token_seconds": ("histogram", _SERVER),
 }
-"""Metrics that are not ours, in Prometheus' names: of Prometheus' rules, NVIDIA's dcgm-exporter, the Collector, vLLM and
+"""Metrics that are not ours, in Prometheus' names: of its rules, NVIDIA's dcgm-exporter, the Collector, vLLM and
 SGLang. `counted`: a counter without `_total`, as the Collector has them."""
 
 _TIMERS = ["gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights"]
