@@ -42,10 +42,12 @@ def main() -> None:
     parser.add_argument("--prometheus", metavar="URL", help="draw what this one has, instead of training")
     parser.add_argument("--end", type=float, default=time.time(), help="with --prometheus: Unix time of the right edge")
     parser.add_argument("--seconds", type=float, default=300, help="with --prometheus: the time range")
+    parser.add_argument("--run", default=RUN, help="with --prometheus: the run (default: %(default)s)")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     if options.prometheus:
-        draw_all(grafana.Prometheus(options.prometheus), options.end - options.seconds, options.end, options.output)
+        start = options.end - options.seconds
+        draw_all(grafana.Prometheus(options.prometheus), options.run, start, options.end, options.output)
         return
     with tempfile.TemporaryDirectory(prefix="vd", dir="/tmp") as folder, Stack(Path(folder) / "stack") as stack:
         start = time.time()
@@ -68,7 +70,7 @@ def main() -> None:
         request = made_up_series.payload("made-up", 1, names, start, end)
         made_up_series.send(stack.url("otlp_http") + "/v1/metrics", request)
         time.sleep(5)
-        draw_all(grafana.Prometheus(stack.url("prometheus")), start, end, options.output)
+        draw_all(grafana.Prometheus(stack.url("prometheus")), RUN, start, end, options.output)
 
 
 def _metrics_of(board: Mapping[str, Any]) -> set[str]:
@@ -80,10 +82,10 @@ def _metrics_of(board: Mapping[str, Any]) -> set[str]:
     return found & known.keys()
 
 
-def draw_all(prometheus: grafana.Prometheus, start: float, end: float, output: Path) -> None:
+def draw_all(prometheus: grafana.Prometheus, run: str, start: float, end: float, output: Path) -> None:
     """One PNG for each dashboard."""
     for uid, board in grafana.load().items():
-        chosen = SHOWN.get(uid, {"run": RUN})
+        chosen = SHOWN.get(uid, {"run": run})
         picture = Picture(prometheus, board, {**grafana.all_values(board), **chosen}, start, end)
         path = output / f"dashboard-{uid.removeprefix('verl-')}.png"
         picture.save(path)

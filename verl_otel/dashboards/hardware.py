@@ -110,7 +110,13 @@ def _gpus(board: Dashboard) -> None:
     )
     running = f"avg_over_time({_each('hw.gpu.utilization')}[$__range:1m])"
     board.with_panel(
-        bars("Utilisation over the time range", [Query(running, _OF_GPU)], About.of("hw.gpu.utilization"), width=24)
+        bars(
+            "Utilisation over the time range",
+            [Query(running, _OF_GPU)],
+            About.of("hw.gpu.utilization"),
+            width=24,
+            height=6,
+        )
     )
 
 
