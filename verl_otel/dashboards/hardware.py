@@ -97,7 +97,7 @@ def _gpus(board: Dashboard) -> None:
         Column("Last XID", _last_xid(), "none", ((None, "text"), (1, "red"))),
         Column("Failed", _each("hw.status", _FAILED), "none", ((None, "text"), (1, "red"))),
     ]
-    keys = dict(zip(map(queries.label, _GPU), ("Host", "UUID", "GPU"), strict=True))
+    keys = dict(zip(_GPU, ("Host", "UUID", "GPU"), strict=True))
     board.with_panel(
         rows(
             "GPUs now",
@@ -106,6 +106,7 @@ def _gpus(board: Dashboard) -> None:
             About(
                 "The newest values, by GPU. Last XID: of NVIDIA's dcgm-exporter, if Prometheus scrapes one; 0 for none"
             ),
+            height=7,
         )
     )
     running = f"avg_over_time({_each('hw.gpu.utilization')}[$__range:1m])"

@@ -3,7 +3,7 @@
 from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
 
 from verl_otel.dashboards import layout, queries
-from verl_otel.dashboards.panels import LOST, OF_RUN, About, Column, Query, lines, number, rows
+from verl_otel.dashboards.panels import LOST, OF_RUN, RUN_COLUMNS, About, Column, Query, lines, number, rows
 from verl_otel.dashboards.queries import BY_ROLE, rate, total
 from verl_otel.dashboards.uids import TELEMETRY
 from verl_otel.semconv import attributes as attr
@@ -109,27 +109,28 @@ def _processes(board: Dashboard) -> None:
             width=12,
         )
     )
-    run = dict(zip(map(queries.label, queries.RUN), ("Run", "Attempt"), strict=True))
     keep = (attr.PROCESS_ROLE, *_SIGNAL, attr.OUTCOME, attr.REASON)
     titles = ("Role", "Signal", "Outcome", "Reason")
     lost = total(_EXPORTED, {**BY_ROLE, attr.OUTCOME: queries.other_than("delivered")}, keep)
     board.with_panel(
         rows(
             "Not delivered at once",
-            {**run, **dict(zip(map(queries.label, keep), titles, strict=True))},
+            {**RUN_COLUMNS, **dict(zip(keep, titles, strict=True))},
             [Column("Items", lost, "none")],
             About.of(_EXPORTED),
             width=12,
+            height=6,
         )
     )
     sites = (attr.PROCESS_ROLE, attr.SITE)
     board.with_panel(
         rows(
             "Failures that were stopped",
-            {**run, **dict(zip(map(queries.label, sites), ("Role", "Where"), strict=True))},
+            {**RUN_COLUMNS, attr.PROCESS_ROLE: "Role", attr.SITE: "Where"},
             [Column("Count", total(_FAILURES, {**BY_ROLE, attr.SITE: queries.other_than("none")}, sites), "none")],
             About.of(_FAILURES, "Please report them"),
             width=12,
+            height=6,
         )
     )
 
