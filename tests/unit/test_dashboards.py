@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import sys
+import urllib.parse
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,16 @@ def test_exemplars_are_asked_for_where_a_histogram_has_them_and_open_the_trace_i
     assert (destination["name"], sources[destination["datasourceUid"]]["type"]) == ("trace_id", "jaeger")
     assert sources[sources["prometheus"]["jsonData"]["alertmanagerUid"]]["type"] == "alertmanager"
     assert sources["jaeger"]["jsonData"]["tracesToMetrics"]["datasourceUid"] in sources
+
+
+def test_the_provisioning_fits_the_compose_file():
+    services = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
+    for source in yaml.safe_load((PROVISIONING / "datasources" / "verl.yaml").read_text())["datasources"]:
+        assert urllib.parse.urlsplit(source["url"]).hostname in services
+    (provider,) = yaml.safe_load((PROVISIONING / "dashboards" / "verl.yaml").read_text())["providers"]
+    mounts = [volume.split(":")[:2] for volume in services["grafana"]["volumes"]]
+    assert ["./grafana/dashboards", provider["options"]["path"]] in mounts
+    assert ["./grafana/provisioning", "/etc/grafana/provisioning"] in mounts
 
 
 def test_the_spans_queries_are_promql_with_names_of_the_registry():
