@@ -81,7 +81,7 @@ def _runs() -> Panel:
     columns = [
         Column(
             "State",
-            with_names(queries.silent_for(queries.PRESENCE)),
+            with_names(queries.silent_for()),
             mappings=states((None, FRESH, "reporting", "green"), (FRESH, None, "silent", "text")),
         ),
         Column("Step", with_names(queries.last("verl.training.step", REDUCED)), "none"),
