@@ -124,6 +124,16 @@ def test_stages_are_shown_while_they_run_and_not_after(prometheus, ppo_run, time
     assert prometheus.run(query, values_of(query, "ppo-run"), *times) == []
 
 
+def test_a_run_that_has_ended_is_still_in_the_table_as_silent(prometheus, ppo_run, times):
+    state = next(query for query in QUERIES if (query.dashboard, query.panel, query.ref) == (uids.FLEET, "Runs", "A"))
+    (reporting,), (silent,) = (
+        prometheus.run(state, values_of(state, "ppo-run"), times[0], times[1] + after) for after in (0, 900)
+    )
+    assert float(reporting["value"][1]) < 60 and float(silent["value"][1]) == 300
+    assert reporting["metric"] == silent["metric"]
+    assert silent["metric"]["verl_experiment_name"] == "ppo"
+
+
 def test_what_is_said_to_be_absent_from_the_real_run_is(prometheus, ppo_run, times):
     found = prometheus.ask("series", **{"match[]": '{verl_run_id="ppo-run"}', "start": times[0], "end": times[1]})
     names = {series["__name__"] for series in found}
