@@ -1,6 +1,6 @@
 """Pictures of the Grafana dashboards, drawn from their JSON, not by Grafana: it cannot be had on the test bed.
 
-    python tests/testbed/dashboard_pictures.py [--steps 40] [--output docs/images]
+    python tests/testbed/dashboard_pictures.py [--steps 12] [--output docs/images]
 
 Trains on the test bed through the stack, sends what a CPU run cannot have (made_up_series.py), runs the query of every
 panel against Prometheus, and draws the panels at their places with plotly; Chromium takes the pictures.
@@ -13,7 +13,6 @@ import math
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +24,9 @@ import grafana
 import made_up_series
 from plotly.offline import get_plotlyjs
 
-sys.path.insert(0, str(bed.ROOT / "deploy" / "local"))
-from stack import Stack
+from verl_otel.stack.stack import Stack
 
-RUN, PROJECT = "ppo-run", "tiny-arith"
+RUN, PROJECT, EXPERIMENT = "20261130-081500-3fa9c1", "arithmetic", "tiny-ppo"
 WIDTH, ROW, GAP, TOP = 1600, 30, 6, 92
 COLORS = ["#73BF69", "#F2CC0C", "#5794F2", "#FF9830", "#F2495C", "#B877D9", "#8AB8FF", "#FFA6B0", "#CA95E5", "#96D98D"]
 NAMED = {"green": "#73BF69", "orange": "#FF9830", "red": "#F2495C", "blue": "#5794F2", "text": "#D8D9DA"}
@@ -39,48 +37,56 @@ SHOWN: dict[str, dict[str, str]] = {"verl-hardware": {}, "verl-fleet": {}}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40, help="steps of the training run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=12, help="steps of the training run (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=bed.ROOT / "docs" / "images")
     parser.add_argument("--prometheus", metavar="URL", help="draw what this one has, instead of training")
     parser.add_argument("--end", type=float, default=time.time(), help="with --prometheus: Unix time of the right edge")
     parser.add_argument("--seconds", type=float, default=300, help="with --prometheus: the time range")
+    parser.add_argument("--run", default=RUN, help="with --prometheus: the run (default: %(default)s)")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     if options.prometheus:
-        draw_all(grafana.Prometheus(options.prometheus), options.end - options.seconds, options.end, options.output)
+        start = options.end - options.seconds
+        draw_all(grafana.Prometheus(options.prometheus), options.run, start, options.end, options.output)
         return
     with tempfile.TemporaryDirectory(prefix="vd", dir="/tmp") as folder, Stack(Path(folder) / "stack") as stack:
         start = time.time()
         run = bed.run(
             Path(folder) / "run",
-            [*bed.PPO_WITH_CRITIC_AND_REFERENCE, *bed.FAST_SAMPLER, f"trainer.project_name={PROJECT}"],
+            [
+                *bed.PPO_WITH_CRITIC_AND_REFERENCE,
+                *bed.FAST_SAMPLER,
+                f"trainer.project_name={PROJECT}",
+                f"trainer.experiment_name={EXPERIMENT}",
+            ],
             steps=options.steps,
+            fork_server=bed.fork_server(bed.PYTHON),
             environment={"OTEL_EXPORTER_OTLP_ENDPOINT": stack.url("otlp_http"), "VERL_OTEL_RUN_ID": RUN},
             timeout=1500,
         )
         assert run.returncode == 0, run.output[-3000:]
         end = time.time() - 2
         names = {name for board in grafana.load().values() for name in _metrics_of(board)}
+        names = {name for name in names if not name.startswith("otelcol_")}  # the stack's Collector is real
         request = made_up_series.payload("made-up", 1, names, start, end)
         made_up_series.send(stack.url("otlp_http") + "/v1/metrics", request)
         time.sleep(5)
-        draw_all(grafana.Prometheus(stack.url("prometheus")), start, end, options.output)
+        draw_all(grafana.Prometheus(stack.url("prometheus")), RUN, start, end, options.output)
 
 
 def _metrics_of(board: Mapping[str, Any]) -> set[str]:
     known = {**made_up_series.by_prometheus_name(), **made_up_series.OTHERS}
     found = set()
     for query in grafana.queries_of(board):
-        for selector in grafana.selectors(grafana.put_in(query.expr, grafana.all_values(board))):
-            name = selector.name or ""
+        for name in grafana.names(grafana.put_in(query.expr, grafana.all_values(board))):
             found.add(name if name in known else re.sub("_(bucket|sum|count)$", "", name))
     return found & known.keys()
 
 
-def draw_all(prometheus: grafana.Prometheus, start: float, end: float, output: Path) -> None:
+def draw_all(prometheus: grafana.Prometheus, run: str, start: float, end: float, output: Path) -> None:
     """One PNG for each dashboard."""
     for uid, board in grafana.load().items():
-        chosen = SHOWN.get(uid, {"run": RUN})
+        chosen = SHOWN.get(uid, {"run": run})
         picture = Picture(prometheus, board, {**grafana.all_values(board), **chosen}, start, end)
         path = output / f"dashboard-{uid.removeprefix('verl-')}.png"
         picture.save(path)

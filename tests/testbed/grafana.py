@@ -17,7 +17,7 @@ DASHBOARDS = ROOT / "deploy" / "grafana" / "dashboards"
 
 BUILT_IN = {"__range", "__rate_interval", "__interval", "__from", "__to", "__url_time_range", "__data"}
 """Variables that Grafana has itself, of those that the dashboards use."""
-_VARIABLE = re.compile(r"\$(?:\{(\w+)[^}]*\}|(\w+))")
+_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)[^}]*\}|([A-Za-z_]\w*))")
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,37 @@ def selectors(expr: str) -> Iterator[Any]:
     yield from (node for node in _nodes(promql_parser.parse(expr)) if isinstance(node, promql_parser.VectorSelector))
 
 
+def names(expr: str) -> set[str]:
+    """The metrics of a query, in Prometheus' names; both of a name that is matched with a dot or an underscore."""
+    found = set()
+    for selector in selectors(expr):
+        patterns = [matcher.value for matcher in selector.matchers.matchers if matcher.name == "__name__"]
+        found |= {selector.name} if selector.name else {p.replace("[._]", c) for p in patterns for c in "._"}
+    return found
+
+
 def grouping_labels(expr: str) -> set[str]:
     """The labels of every `by (...)` of a query."""
     nodes = [node for node in _nodes(promql_parser.parse(expr)) if isinstance(node, promql_parser.AggregateExpr)]
     return {label for node in nodes if node.modifier for label in node.modifier.labels}
+
+
+def result_labels(expr: str) -> set[str] | None:
+    """The labels that the result of a query has; None where the query does not say."""
+    return _labels(promql_parser.parse(expr))
+
+
+def _labels(node: Any) -> set[str] | None:
+    if isinstance(node, promql_parser.AggregateExpr):
+        return set(node.modifier.labels) if node.modifier else set()
+    if isinstance(node, promql_parser.BinaryExpr):
+        sides = [labels for labels in (_labels(node.lhs), _labels(node.rhs)) if labels is not None]
+        return sides[0] if sides else None
+    if isinstance(node, promql_parser.Call):
+        found = [labels for labels in map(_labels, node.args) if labels is not None]
+        return found[0] - {"le"} if found else None
+    inner = getattr(node, "expr", None)
+    return _labels(inner) if inner is not None else None
 
 
 def _nodes(node: Any) -> Iterator[Any]:

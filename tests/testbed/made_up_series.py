@@ -31,6 +31,7 @@ _SIGNALS = ("spans", "metric_points", "log_records")
 
 OTHERS: dict[str, tuple[str, Mapping[str, Sequence[str]]]] = {
     "ALERTS": ("one", {**_ALERT, "alertname": ["VerlRunHung"], "severity": ["critical", "warning"]}),
+    "DCGM_FI_DEV_XID_ERRORS": ("gauge", {"UUID": [f"GPU-{number}" for number in range(4)]}),
     "otelcol_exporter_queue_size": ("gauge", _QUEUE),
     "otelcol_exporter_queue_capacity": ("capacity", _QUEUE),
     **{f"otelcol_exporter_send_failed_{signal}": ("counted", _SENT) for signal in _SIGNALS},
@@ -47,8 +48,8 @@ OTHERS: dict[str, tuple[str, Mapping[str, Sequence[str]]]] = {
     "sglang:token_usage": ("share", _SERVER),
     "sglang:time_to_first_token_seconds": ("histogram", _SERVER),
 }
-"""Metrics that are not ours, in Prometheus' names: of Prometheus' rules, the Collector, vLLM and SGLang. `counted`: a
-counter without `_total`, as the Collector has them."""
+"""Metrics that are not ours, in Prometheus' names: of its rules, NVIDIA's dcgm-exporter, the Collector, vLLM and
+SGLang. `counted`: a counter without `_total`, as the Collector has them."""
 
 _TIMERS = ["gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights"]
 _FANNED: dict[str, Sequence[str]] = {

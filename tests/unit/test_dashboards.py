@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import sys
+import urllib.parse
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,22 @@ BOARDS = grafana.load()
 QUERIES = [query for board in BOARDS.values() for query in grafana.queries_of(board)]
 PROVISIONING = ROOT / "deploy" / "grafana" / "provisioning"
 HISTOGRAM_PARTS = ("_bucket", "_sum", "_count")
-OTHER_LABELS = {"le", "alertname", "alertstate", "severity", "instance", "exporter", "data_type", "receiver", "filter"}
+OTHER_LABELS = {
+    "__name__",
+    "le",
+    "alertname",
+    "alertstate",
+    "severity",
+    "instance",
+    "exporter",
+    "data_type",
+    "receiver",
+    "filter",
+}
 """Labels that are not attributes of ours: of Prometheus, its alerts and the Collector."""
+
+RUNS_TOGETHER = {"Scores of samples", "Mean duration of a call: method by rank"}
+"""Panels that show all chosen runs as one, and say so."""
 
 every_board = pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
 every_query = pytest.mark.parametrize("query", QUERIES, ids=str)
@@ -130,17 +145,16 @@ def test_there_are_filters_for_role_and_rank_where_they_filter_something():
 @every_query
 def test_every_metric_in_a_query_is_in_the_registry_or_a_named_one_of_others(query):
     known = made_up_series.by_prometheus_name()
-    for selector in grafana.selectors(put_in(query)):
-        name = selector.name or ""
+    names = grafana.names(put_in(query))
+    assert names or query.panel == "Series in Prometheus"
+    for name in names:
         base = next((name[: -len(part)] for part in HISTOGRAM_PARTS if name.endswith(part)), name)
-        if not name:
-            assert query.panel == "Series in Prometheus"
-        elif name in known:
+        if name in known:
             assert known[name].instrument != "histogram", name
         elif base in known:
             assert known[base].instrument == "histogram", name
         else:
-            assert {name, base} & made_up_series.OTHERS.keys(), name
+            assert {name, name.replace(".", "_"), base} & made_up_series.OTHERS.keys(), name
 
 
 @every_query
@@ -155,22 +169,39 @@ def test_every_label_in_a_query_is_an_attribute_of_the_registry_or_a_named_one_o
 
 @every_query
 def test_a_query_of_runs_is_filtered_by_what_is_chosen(query):
-    """Else a choice at the top would change some panels and not others."""
+    """Else a choice at the top would change some panels and not others. The Collector serves all runs; DCGM's GPUs are
+    joined to those of the runs."""
     for selector in grafana.selectors(put_in(query)):
-        if not (selector.name or "").startswith("otelcol_"):
-            matched = {matcher.name for matcher in selector.matchers.matchers}
+        matched = {matcher.name for matcher in selector.matchers.matchers}
+        if not re.search("otelcol_|DCGM_", selector.name or str(selector.matchers)):
             assert {"verl_run_id", "verl_project_name", "verl_experiment_name"} <= matched
 
 
 @every_query
-def test_a_legend_names_every_label_that_tells_lines_apart(query):
-    if query.kind in ("table", "heatmap", "annotation"):
-        return
-    groups = grafana.grouping_labels(put_in(query)) - {"le"}
-    missing = groups - set(re.findall(r"\{\{(\w+)\}\}", query.legend))
-    summed_up = not query.legend or query.dashboard == uids.HARDWARE
-    inner = {"verl_timer", "verl_worker_group", "rank", "state", "device", "hw_id"}  # summed or maximised once more
-    assert summed_up or missing <= inner, missing
+def test_a_legend_or_a_column_names_every_label_that_tells_results_apart(query):
+    """So none is lost on the way to the eye, and runs and attempts are not added up, but where one number is shown."""
+    labels = grafana.result_labels(put_in(query))
+    assert labels is not None
+    if query.kind == "table":
+        (panel,) = (p for p in grafana.panels(BOARDS[query.dashboard]) if p["title"] == query.panel)
+        (options,) = (t["options"] for t in panel["transformations"] if t["id"] in ("organize", "groupingToMatrix")
+                      if t["options"].keys() != {"excludeByName"})  # fmt: skip
+        named = set(options.get("renameByName", {})) | {options.get("rowField"), options.get("columnField")}
+        named = {name for name in named if name and not name.startswith("Value")}
+    elif query.kind == "annotation":
+        named = labels
+    else:
+        named = set(re.findall(r"\{\{(\w+)\}\}", query.legend))
+    assert labels - {"hw_id"} <= named <= labels | {"le"}  # a GPU is named by its host and number
+    of_runs = query.dashboard != uids.HARDWARE and "otelcol_" not in query.expr and "ALERTS" not in query.expr
+    one_number = query.kind == "stat" and not query.legend
+    if of_runs and not one_number and query.panel not in RUNS_TOGETHER:
+        assert {"verl_run_id", "verl_run_attempt"} <= labels
+
+
+def test_panels_that_show_all_runs_as_one_say_so():
+    said = {p["title"]: p["description"] for board in BOARDS.values() for p in grafana.panels(board)}
+    assert all("together" in said[title] for title in RUNS_TOGETHER)
 
 
 def test_the_top_rows_are_numbers():
@@ -204,6 +235,16 @@ def test_exemplars_are_asked_for_where_a_histogram_has_them_and_open_the_trace_i
     assert (destination["name"], sources[destination["datasourceUid"]]["type"]) == ("trace_id", "jaeger")
     assert sources[sources["prometheus"]["jsonData"]["alertmanagerUid"]]["type"] == "alertmanager"
     assert sources["jaeger"]["jsonData"]["tracesToMetrics"]["datasourceUid"] in sources
+
+
+def test_the_provisioning_fits_the_compose_file():
+    services = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
+    for source in yaml.safe_load((PROVISIONING / "datasources" / "verl.yaml").read_text())["datasources"]:
+        assert urllib.parse.urlsplit(source["url"]).hostname in services
+    (provider,) = yaml.safe_load((PROVISIONING / "dashboards" / "verl.yaml").read_text())["providers"]
+    mounts = [volume.split(":")[:2] for volume in services["grafana"]["volumes"]]
+    assert ["./grafana/dashboards", provider["options"]["path"]] in mounts
+    assert ["./grafana/provisioning", "/etc/grafana/provisioning"] in mounts
 
 
 def test_the_spans_queries_are_promql_with_names_of_the_registry():

@@ -4,7 +4,7 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
 from grafana_foundation_sdk.builders.table import Panel
 
 from verl_otel.dashboards import layout, queries
-from verl_otel.dashboards.panels import About, Column, Query, lines, link, number, rows, states
+from verl_otel.dashboards.panels import RUN_COLUMNS, About, Column, Query, lines, link, number, rows, states
 from verl_otel.dashboards.queries import FRESH, REDUCED
 from verl_otel.dashboards.uids import FLEET, RUN
 from verl_otel.semconv import attributes as attr
@@ -81,7 +81,7 @@ def _runs() -> Panel:
     columns = [
         Column(
             "State",
-            with_names(queries.silent_for(queries.PRESENCE)),
+            with_names(queries.silent_for()),
             mappings=states((None, FRESH, "reporting", "green"), (FRESH, None, "silent", "text")),
         ),
         Column("Step", with_names(queries.last("verl.training.step", REDUCED)), "none"),
@@ -97,12 +97,7 @@ def _runs() -> Panel:
         Column("Non-finite", with_names(queries.total("verl.metric.non_finite")), "none", ((None, "red"),)),
         Column("Alerts", with_names(with_alerts), "none", ((None, "red"),)),
     ]
-    keys = {
-        queries.label(attr.PROJECT_NAME): "Project",
-        queries.label(attr.EXPERIMENT_NAME): "Experiment",
-        _RUN_ID: "Run",
-        _ATTEMPT: "Attempt",
-    }
+    keys = {attr.PROJECT_NAME: "Project", attr.EXPERIMENT_NAME: "Experiment", **RUN_COLUMNS}
     run = "${__data.fields.Run}"
     links = {
         "Run": [
@@ -122,7 +117,7 @@ def _stages_now() -> Panel:
     expr = queries.since("verl.stage.active", {attr.TIMER: queries.other_than(STEP_TIMER)}, (attr.TIMER,))
     return rows(
         "Stages that run now",
-        {_RUN_ID: "Run", _ATTEMPT: "Attempt", queries.label(attr.TIMER): "Stage"},
+        {**RUN_COLUMNS, attr.TIMER: "Stage"},
         [Column("For", expr, "s")],
         About("verl's timers that are open, and since when. A stage shorter than an export (10 s) may not be seen."),
         width=12,
@@ -130,8 +125,8 @@ def _stages_now() -> Panel:
 
 
 def _alerts_now() -> Panel:
-    keys = {"severity": "Severity", "alertname": "Alert", _RUN_ID: "Run", attr.STAGE: "Stage", attr.RANK: "Rank"}
-    expr = f"max by ({', '.join(keys)}) ({queries.firing()})"
+    keys = {"severity": "Severity", "alertname": "Alert", attr.RUN_ID: "Run", attr.STAGE: "Stage", attr.RANK: "Rank"}
+    expr = f"max {queries.by([*keys])} ({queries.firing()})"
     return rows(
         "Alerts that fire",
         keys,

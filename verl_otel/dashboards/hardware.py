@@ -94,14 +94,38 @@ def _gpus(board: Dashboard) -> None:
         Column("Power", _each("hw.power"), "watt"),
         Column("Temperature", _each("hw.temperature"), "celsius"),
         Column("Energy", _each("hw.energy"), "joule"),
+        Column("Last XID", _last_xid(), "none", ((None, "text"), (1, "red"))),
         Column("Failed", _each("hw.status", _FAILED), "none", ((None, "text"), (1, "red"))),
     ]
-    keys = dict(zip(map(queries.label, _GPU), ("Host", "UUID", "GPU"), strict=True))
-    board.with_panel(rows("GPUs now", keys, columns, About("The newest values, by GPU")))
+    keys = dict(zip(_GPU, ("Host", "UUID", "GPU"), strict=True))
+    board.with_panel(
+        rows(
+            "GPUs now",
+            keys,
+            columns,
+            About(
+                "The newest values, by GPU. Last XID: of NVIDIA's dcgm-exporter, if Prometheus scrapes one; 0 for none"
+            ),
+            height=7,
+        )
+    )
     running = f"avg_over_time({_each('hw.gpu.utilization')}[$__range:1m])"
     board.with_panel(
-        bars("Utilisation over the time range", [Query(running, _OF_GPU)], About.of("hw.gpu.utilization"), width=24)
+        bars(
+            "Utilisation over the time range",
+            [Query(running, _OF_GPU)],
+            About.of("hw.gpu.utilization"),
+            width=24,
+            height=6,
+        )
     )
+
+
+def _last_xid() -> str:
+    """Code of the last XID of each GPU that a run uses, by its UUID."""
+    gpu = queries.label(names.ID)
+    code = f'max by ({gpu}) (label_replace(DCGM_FI_DEV_XID_ERRORS, "{gpu}", "$1", "UUID", "(.+)"))'
+    return f"{_each('hw.gpu.memory.limit')} * 0 + on ({gpu}) group_left () {code}"
 
 
 def _hosts(board: Dashboard) -> None:

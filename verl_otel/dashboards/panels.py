@@ -14,12 +14,16 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 from verl_otel.dashboards import queries
 from verl_otel.dashboards.layout import PROMETHEUS
+from verl_otel.semconv import attributes as attr
 
 OF_RUN = "{{verl_run_id}} #{{verl_run_attempt}}"
 """Legend of a line: run and attempt."""
 
 UNITS = {"s": "s", "ms": "ms", "1": "percentunit", "By": "bytes", "MiBy": "mbytes", "GiBy": "gbytes", "W": "watt"}
 UNITS |= {"Cel": "celsius", "J": "joule", "{token}/s": "suffix: tok/s"}
+
+RUN_COLUMNS = {attr.RUN_ID: "Run", attr.RUN_ATTEMPT: "Attempt"}
+"""Of a table with a row for each run and attempt."""
 
 Steps = Sequence[tuple[float | None, str]]
 """Thresholds: from this value on, this colour; the first from minus infinity (None)."""
@@ -164,7 +168,7 @@ def rows(
     """A table with a row for each combination of labels.
 
     Args:
-        keys: label -> title of the columns that tell the rows apart; every query gives these labels only.
+        keys: attribute -> title of the columns that tell the rows apart; every query gives these labels only.
         columns: one query each.
         links: title of a column -> where its cells lead.
     """
@@ -174,11 +178,12 @@ def rows(
         for index, column in enumerate(columns)
     ]
     values = {"Value" if len(columns) == 1 else f"Value #{chr(ord('A') + i)}": c for i, c in enumerate(columns)}
-    order = [*keys, *values]
+    labels = {queries.label(attribute): title for attribute, title in keys.items()}
+    order = [*labels, *values]
     organize = {
         "excludeByName": {"Time": True},
         "indexByName": {name: index for index, name in enumerate(order)},
-        "renameByName": {**keys, **{name: column.title for name, column in values.items()}},
+        "renameByName": {**labels, **{name: column.title for name, column in values.items()}},
     }
     panel.with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
     panel.with_transformation(models.DataTransformerConfig(id_val="organize", options=organize))

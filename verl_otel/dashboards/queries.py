@@ -92,7 +92,7 @@ def series(metric: str, where: Matchers | None = None, part: str = "") -> str:
 
 def by(attributes: Sequence[str]) -> str:
     """`by (...)` for attributes, as labels."""
-    return f"by ({', '.join(label(attribute) for attribute in attributes)})"
+    return f"by ({_labels(attributes)})"
 
 
 def value(metric: str, where: Matchers | None = None, keep: Sequence[str] = ()) -> str:
@@ -105,26 +105,22 @@ def last(metric: str, where: Matchers | None = None, keep: Sequence[str] = ()) -
     return f"max {by((*RUN, *keep))} (last_over_time({series(metric, where)}[$__range]))"
 
 
-def total(metric: str, where: Matchers | None = None, keep: Sequence[str] = (), of: Sequence[str] = RUN) -> str:
+def total(metric: str, where: Matchers | None = None, keep: Sequence[str] = ()) -> str:
     """What a counter has counted, in all processes, by the end of the time range.
 
     Not an increase: a counter whose first value is 1 has none.
     """
-    return f"sum {by((*of, *keep))} (last_over_time({series(metric, where)}[$__range]))"
+    return f"sum {by((*RUN, *keep))} (last_over_time({series(metric, where)}[$__range]))"
 
 
-def rate(
-    metric: str, where: Matchers | None = None, keep: Sequence[str] = (), part: str = "", of: Sequence[str] = RUN
-) -> str:
+def rate(metric: str, where: Matchers | None = None, keep: Sequence[str] = (), part: str = "") -> str:
     """Of a counter, or a part of a histogram: per second, over `$window`, of all processes of a run."""
-    return f"sum {by((*of, *keep))} (rate({series(metric, where, part)}[{WINDOW}]))"
+    return f"sum {by((*RUN, *keep))} (rate({series(metric, where, part)}[{WINDOW}]))"
 
 
-def mean(metric: str, where: Matchers | None = None, keep: Sequence[str] = (), window: str = WINDOW) -> str:
+def mean(metric: str, where: Matchers | None = None, keep: Sequence[str] = ()) -> str:
     """Mean of what a histogram has taken in; nothing while it takes nothing in."""
-    groups = by((*RUN, *keep))
-    sums, counts = (f"sum {groups} (rate({series(metric, where, part)}[{window}]))" for part in ("sum", "count"))
-    return f"{sums} / ({counts} > 0)"
+    return f"{rate(metric, where, keep, 'sum')} / ({rate(metric, where, keep, 'count')} > 0)"
 
 
 def quantile(share: float, metric: str, where: Matchers | None = None, keep: Sequence[str] = ()) -> str:
@@ -138,16 +134,16 @@ def since(metric: str, where: Matchers | None = None, keep: Sequence[str] = ()) 
     A stage that has ended is not sent any more, but Prometheus shows its last point for minutes: those count that are
     as new as the newest of their process.
     """
-    process = by((*RUN, "instance"))
-    newest = f"max {process} (timestamp({series(PRESENCE)}) > time() - {FRESH})"
+    process = (*RUN, "instance")
+    newest = f"max {by(process)} (timestamp({series(PRESENCE)}) > time() - {FRESH})"
     found = series(metric, where)
-    sent = f"timestamp({found}) >= {process.replace('by', 'on')} group_left () {newest}"
+    sent = f"timestamp({found}) >= on ({_labels(process)}) group_left () {newest}"
     return f"time() - max {by((*RUN, *keep))} ({found} and {sent})"
 
 
-def silent_for(metric: str, keep: Sequence[str] = ()) -> str:
-    """Seconds since a run has last sent anything of a metric, within the time range."""
-    return f"time() - max {by((*RUN, *keep))} (max_over_time(timestamp({series(metric)})[$__range:30s]))"
+def silent_for() -> str:
+    """Seconds since a run has last sent anything; 300, after which Prometheus forgets the time, if it is longer."""
+    return f"time() - max {by(RUN)} (timestamp({series(PRESENCE)})) or {last(PRESENCE)} * 0 + 300"
 
 
 ALERTS = "ALERTS"
@@ -158,3 +154,7 @@ def firing(where: Matchers | None = None) -> str:
     """Alerts that fire for the chosen runs. They need not say attempt and cluster."""
     chosen = {attribute: CHOSEN_RUN[attribute] for attribute in (attr.PROJECT_NAME, attr.EXPERIMENT_NAME, attr.RUN_ID)}
     return select(ALERTS, {"alertstate": equal("firing"), **(where or {})}, chosen)
+
+
+def _labels(attributes: Sequence[str]) -> str:
+    return ", ".join(label(attribute) for attribute in attributes)

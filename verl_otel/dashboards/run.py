@@ -3,7 +3,7 @@
 from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
 
 from verl_otel.dashboards import layout, queries
-from verl_otel.dashboards.panels import LOST, OF_RUN, About, Column, Query, heat, lines, number, rows
+from verl_otel.dashboards.panels import LOST, OF_RUN, RUN_COLUMNS, About, Column, Query, heat, lines, number, rows
 from verl_otel.dashboards.queries import REDUCED, value
 from verl_otel.dashboards.uids import RUN
 from verl_otel.semconv import attributes as attr
@@ -71,7 +71,13 @@ def _learning(board: Dashboard) -> None:
     )
     scores = f"sum by (le) (increase({queries.series('verl.reward.score', part='bucket')}[$__rate_interval]))"
     board.with_panel(
-        heat("Scores of samples", Query(scores, "{{le}}"), About.of("verl.reward.score"), width=8, buckets=True)
+        heat(
+            "Scores of samples",
+            Query(scores, "{{le}}"),
+            About.of("verl.reward.score", "Of all chosen runs together"),
+            width=8,
+            buckets=True,
+        )
     )
     board.with_panel(
         lines(
@@ -249,19 +255,11 @@ def _not_finite(board: Dashboard) -> None:
     board.with_panel(
         rows(
             "NaN and infinite values",
-            {
-                **{
-                    queries.label(attribute): title
-                    for attribute, title in zip(queries.RUN, ("Run", "Attempt"), strict=True)
-                },
-                **{
-                    queries.label(attribute): title
-                    for attribute, title in zip(keep, ("Metric", "Key", "Rank"), strict=True)
-                },
-            },
+            {**RUN_COLUMNS, **dict(zip(keep, ("Metric", "Key", "Rank"), strict=True))},
             [Column("Count", queries.total("verl.metric.non_finite", keep=keep), "none")],
             About.of("verl.metric.non_finite", "Rank `all`: the value that verl has reduced over the ranks"),
             width=12,
+            height=6,
         )
     )
     board.with_panel(
@@ -276,5 +274,6 @@ def _not_finite(board: Dashboard) -> None:
             ],
             About.of("verl.metric.non_finite"),
             width=12,
+            height=6,
         )
     )

@@ -3,7 +3,7 @@
 from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
 
 from verl_otel.dashboards import layout, queries
-from verl_otel.dashboards.panels import OF_RUN, About, Column, Query, heat, lines, matrix, number, rows
+from verl_otel.dashboards.panels import OF_RUN, RUN_COLUMNS, About, Column, Query, heat, lines, matrix, number, rows
 from verl_otel.dashboards.queries import BY_ROLE, PER_RANK, REDUCED
 from verl_otel.dashboards.uids import STAGES
 from verl_otel.semconv import attributes as attr
@@ -87,13 +87,7 @@ def _stages(board: Dashboard) -> None:
     board.with_panel(
         rows(
             "Stages that run now",
-            {
-                **{
-                    queries.label(attribute): title
-                    for attribute, title in zip(queries.RUN, ("Run", "Attempt"), strict=True)
-                },
-                queries.label(attr.TIMER): "Stage",
-            },
+            {**RUN_COLUMNS, attr.TIMER: "Stage"},
             [
                 Column(
                     "For",

@@ -3,7 +3,7 @@
 from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
 
 from verl_otel.dashboards import layout, queries
-from verl_otel.dashboards.panels import LOST, OF_RUN, About, Column, Query, lines, number, rows
+from verl_otel.dashboards.panels import LOST, OF_RUN, RUN_COLUMNS, About, Column, Query, lines, number, rows
 from verl_otel.dashboards.queries import BY_ROLE, rate, total
 from verl_otel.dashboards.uids import TELEMETRY
 from verl_otel.semconv import attributes as attr
@@ -14,6 +14,8 @@ _COLLECTOR = (
     "The Collector's own metric. A Prometheus that scrapes the Collectors has it (port 8888; of the gateway 8988); "
     "those of all Collectors, whatever runs are chosen"
 )
+_TOO_LATE = '{__name__=~"otelcol_processor_filter_datapoints[._]filtered"}'
+"""With a dot where Prometheus 3 scrapes the Collector, with an underscore where an older one does."""
 _SIGNALS = ("spans", "metric_points", "log_records")
 
 
@@ -107,27 +109,28 @@ def _processes(board: Dashboard) -> None:
             width=12,
         )
     )
-    run = dict(zip(map(queries.label, queries.RUN), ("Run", "Attempt"), strict=True))
     keep = (attr.PROCESS_ROLE, *_SIGNAL, attr.OUTCOME, attr.REASON)
     titles = ("Role", "Signal", "Outcome", "Reason")
     lost = total(_EXPORTED, {**BY_ROLE, attr.OUTCOME: queries.other_than("delivered")}, keep)
     board.with_panel(
         rows(
             "Not delivered at once",
-            {**run, **dict(zip(map(queries.label, keep), titles, strict=True))},
+            {**RUN_COLUMNS, **dict(zip(keep, titles, strict=True))},
             [Column("Items", lost, "none")],
             About.of(_EXPORTED),
             width=12,
+            height=6,
         )
     )
     sites = (attr.PROCESS_ROLE, attr.SITE)
     board.with_panel(
         rows(
             "Failures that were stopped",
-            {**run, **dict(zip(map(queries.label, sites), ("Role", "Where"), strict=True))},
+            {**RUN_COLUMNS, attr.PROCESS_ROLE: "Role", attr.SITE: "Where"},
             [Column("Count", total(_FAILURES, {**BY_ROLE, attr.SITE: queries.other_than("none")}, sites), "none")],
             About.of(_FAILURES, "Please report them"),
             width=12,
+            height=6,
         )
     )
 
@@ -164,7 +167,7 @@ def _collectors(board: Dashboard) -> None:
                 )
                 for signal in _SIGNALS
             ]
-            + [Query("sum by (filter) (rate(otelcol_processor_filter_datapoints_filtered[$window]))", "{{filter}}")],
+            + [Query(f"sum by (filter) (rate({_TOO_LATE}[$window]))", "{{filter}}")],
             About(f"Memory limit, or points that are too late for Prometheus. {_COLLECTOR}", "suffix: items/s"),
         )
     )
