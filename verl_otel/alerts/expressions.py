@@ -59,9 +59,9 @@ class Parameters:
     def seconds(self, name: str) -> int:
         return seconds(self._values[name])
 
-    def series(self, name: str, *matchers: str, suffix: str = "") -> str:
+    def series(self, name: str, *matchers: str) -> str:
         """A selector of a metric of the registry."""
-        return _selector(metric(name) + suffix, *matchers, self._projects)
+        return _selector(metric(name), *matchers, self._projects)
 
     def recorded(self, name: str, *matchers: str) -> str:
         """A selector of what a recording rule makes."""
