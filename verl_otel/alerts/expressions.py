@@ -250,7 +250,7 @@ def zero_variance_groups(p: Parameters) -> str:
 def non_finite(p: Parameters) -> str:
     ignored = f'metric!~"{p["ignore"]}"' if p["ignore"] else ""
     grown = _grown(p.series("verl.metric.non_finite", ignored), p["window"], p["fresh"])
-    return f"sum by ({RUN}) ({grown}) > {p['values']}\n{p.lives}"
+    return f"sum by ({RUN}) ({grown}) > {p['values']}"
 
 
 def rank_missing(p: Parameters) -> str:
