@@ -25,7 +25,7 @@ from verl_otel.stack.stack import answers
 
 pytestmark = [pytest.mark.run, pytest.mark.stack]
 
-RUN = "alerted"
+RUN, TOKEN = "alerted", "the-relay's-token"
 HANGS, NAN = (4, 5), 6
 """Steps."""
 
@@ -54,18 +54,36 @@ actions:
 
 
 @contextlib.contextmanager
-def rules_of(stack, path):
+def changed(stack, name, change):
+    """Prometheus or Alertmanager with a configuration that `change` has changed."""
+    before = (stack.folder / f"{name}.yaml").read_text()
+    change(settings := yaml.safe_load(before))
+    try:
+        _reload(stack, name, yaml.safe_dump(settings))
+        yield
+    finally:
+        _reload(stack, name, before)
+
+
+def _reload(stack, name, text):
+    (stack.folder / f"{name}.yaml").write_text(text)
+    stack.processes[name].send_signal(signal.SIGHUP)
+
+
+def with_rules(path):
     """Prometheus with other rules, looked at every two seconds."""
-    file = stack.folder / "prometheus.yaml"
-    before = file.read_text()
-    settings = yaml.safe_load(before)
-    settings["global"]["evaluation_interval"] = "2s"
-    settings["rule_files"] = [str(path)]
-    for text in (yaml.safe_dump(settings), before):
-        file.write_text(text)
-        stack.processes["prometheus"].send_signal(signal.SIGHUP)
-        if text != before:
-            yield
+
+    def change(settings):
+        settings["global"]["evaluation_interval"] = "2s"
+        settings["rule_files"] = [str(path)]
+
+    return change
+
+
+def with_token(settings):
+    """Alertmanager with the relay's token."""
+    (hook,) = settings["receivers"][0]["webhook_configs"]
+    hook["http_config"] = {"authorization": {"credentials": TOKEN}}
 
 
 @contextlib.contextmanager
@@ -134,7 +152,9 @@ def alerted(tmp_path_factory, stack, fork_server, control, robots):
     folder = tmp_path_factory.mktemp("alerted")
     (folder / "thresholds.yaml").write_text(yaml.safe_dump(THRESHOLDS))
     (folder / "alerts.yaml").write_text(rules.generate(thresholds.load(folder / "thresholds.yaml")))
-    environment = bed.clean_environment(ROBOT_URL=robots.url("dingtalk"), ROBOT_SECRET=robots.secret, **control)
+    environment = bed.clean_environment(
+        ROBOT_URL=robots.url("dingtalk"), ROBOT_SECRET=robots.secret, VERL_OTEL_RELAY_TOKEN=TOKEN, **control
+    )
     asked = []
 
     def person():
@@ -150,7 +170,11 @@ def alerted(tmp_path_factory, stack, fork_server, control, robots):
         if "step:1 - " in line:
             threads[0].start()
 
-    with rules_of(stack, folder / "alerts.yaml"), relay_of(stack, folder, environment):
+    with (
+        changed(stack, "prometheus", with_rules(folder / "alerts.yaml")),
+        changed(stack, "alertmanager", with_token),
+        relay_of(stack, folder, environment),
+    ):
         run = run_of(
             stack, folder, control, fork_server, folder=folder / "run", steps=60, on_line=on_line, timeout=400,
             environment={
