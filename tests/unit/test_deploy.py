@@ -80,7 +80,8 @@ CONFIGURATIONS = sorted(
     path
     for folder in (COLLECTOR, DEPLOY)
     for path in folder.rglob("*.yaml")
-    if path.name != "builder.yaml" and path.parent.name != "alertmanager" and {"receivers", "extensions"} & set(load(path))
+    if path.name != "builder.yaml" and path.parent.name != "alertmanager"
+    if {"receivers", "extensions"} & set(load(path))
 )
 
 
@@ -244,7 +245,7 @@ def mounts(service: dict[str, Any]) -> list[list[str]]:
 
 
 def bound_files(service: dict[str, Any]) -> dict[str, Path]:
-    """Where in the container -> file of the repository."""
+    """Where in the container -> file or folder of the repository."""
     return {target: DEPLOY / source for source, target, *_ in mounts(service) if source.startswith(".")}
 
 
@@ -254,7 +255,9 @@ def arguments(service: dict[str, Any]) -> dict[str, str]:
 
 
 def test_the_stack_is_complete() -> None:
-    assert set(SERVICES) == {"collector", "jaeger", "prometheus", "mlflow", "bridge"}
+    backends = {"jaeger", "prometheus", "alertmanager", "grafana", "mlflow", "postgres"}
+    assert set(SERVICES) == {"collector", "bridge", "relay", *backends}
+    assert {name for name, service in SERVICES.items() if "profiles" in service} == {"relay"}
     assert all(service["restart"] == "unless-stopped" for service in SERVICES.values())
 
 
@@ -284,20 +287,23 @@ def test_mounted_files_exist_and_cannot_be_written(name: str) -> None:
     service = SERVICES[name]
     for source, _, *mode in mounts(service):
         if source.startswith("."):
-            assert (DEPLOY / source).is_file(), source  # Docker would make a folder of that name
+            path = DEPLOY / source  # Docker would make a folder of that name
+            assert path.is_file() if path.suffix else path.is_dir(), source
             assert mode == ["ro"]
         else:
             assert source in COMPOSE["volumes"]
-    config = {"collector": "--config", "jaeger": "--config", "prometheus": "--config.file"}.get(name)
-    if config:
-        assert arguments(service)[config] in bound_files(service)
+    command = service.get("command", [])
+    configurations = {word.partition("=")[2] for word in command if word.startswith(("--config=", "--config.file="))}
+    assert configurations <= set(bound_files(service))
+    assert bool(configurations) == (name in ("collector", "jaeger", "prometheus", "alertmanager"))
 
 
 @pytest.mark.parametrize("name", ["collector", "jaeger"])
 def test_environment_variables_are_read_by_the_mounted_file(name: str) -> None:
     service = SERVICES[name]
-    (path,) = bound_files(service).values()
-    known = dict(VARIABLE.findall(path.read_text()))
+    known = {}
+    for path in bound_files(service).values():
+        known.update(VARIABLE.findall(path.read_text()))
     given = {key: value for key, value in service["environment"].items() if not key.startswith("OTEL_")}
     assert set(given) <= set(known)
     # What is published, or sent to by another container, listens on all addresses of the container.
@@ -307,18 +313,49 @@ def test_environment_variables_are_read_by_the_mounted_file(name: str) -> None:
 
 
 def test_the_containers_find_each_other() -> None:
-    """Each address given to the Collector and the bridge is a service and the port on which it listens."""
+    """Each address that a service is given is another service, and the port on which that listens."""
     listens = {
-        "jaeger": SERVICES["jaeger"]["environment"]["JAEGER_OTLP"],
-        "prometheus": "0.0.0.0:9090",
-        "mlflow": "{--host}:{--port}".format_map(arguments(SERVICES["mlflow"])),
-        "bridge": f"{bridge_options().host}:{bridge_options().port}",
+        "jaeger": {SERVICES["jaeger"]["environment"]["JAEGER_OTLP"]},
+        "collector": {f"{SERVICES['collector']['environment']['VERL_OTEL_SELF_HOST']}:8888"},
+        "mlflow": {"{--host}:{--port}".format_map(arguments(SERVICES["mlflow"]))},
+        "bridge": {f"{bridge_options().host}:{bridge_options().port}"},
+        "prometheus": {"0.0.0.0:9090"},
+        "alertmanager": {"0.0.0.0:9093"},
+        "relay": {"0.0.0.0:4321"},  # the usual port; on all addresses by --host
+        "postgres": {"0.0.0.0:5432"},
     }
     collectors = SERVICES["collector"]["environment"]
-    targets = [collectors[key] for key in ("JAEGER_OTLP", "PROMETHEUS_URL", "MLFLOW_BRIDGE_URL")]
-    for target in [*targets, bridge_options().mlflow]:
-        service, port = target.removeprefix("http://").split(":")
-        assert listens[service] == f"0.0.0.0:{port}"
+    given = [collectors[key] for key in ("JAEGER_OTLP", "PROMETHEUS_URL", "MLFLOW_BRIDGE_URL")]
+    given += [bridge_options().mlflow, arguments(SERVICES["mlflow"])["--backend-store-uri"].split("@")[1].split("/")[0]]
+    prometheus = load(DEPLOY / "prometheus" / "prometheus.yaml")
+    for job in [*prometheus["alerting"]["alertmanagers"], *prometheus["scrape_configs"]]:
+        given += [target for static in job["static_configs"] for target in static["targets"]]
+    (receiver,) = load(DEPLOY / "alertmanager" / "alertmanager.yaml")["receivers"]
+    given += [hook["url"].removesuffix("/alerts") for hook in receiver["webhook_configs"]]
+    assert len(given) == 9
+    for address in given:
+        service, port = address.removeprefix("http://").split(":")
+        assert f"0.0.0.0:{port}" in listens[service]
+
+
+def test_the_rules_are_where_prometheus_looks_for_them() -> None:
+    prometheus = SERVICES["prometheus"]
+    (rules,) = load(DEPLOY / "prometheus" / "prometheus.yaml")["rule_files"]
+    assert str(Path(arguments(prometheus)["--config.file"]).parent / rules) in bound_files(prometheus)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_password_is_yours_and_never_on_a_command_line(name: str) -> None:
+    service = SERVICES[name]
+    assert "PASSWORD" not in str(service.get("command"))
+    environment = service.get("environment", {})
+    for variable, value in environment.items() if isinstance(environment, dict) else []:
+        if "PASSWORD" in variable:
+            assert re.fullmatch(r"\$\{\w+_PASSWORD:\?set it to .+\}", value), "compose refuses to start without it"
+
+
+def test_every_service_whose_image_can_has_a_healthcheck() -> None:
+    assert {name for name, service in SERVICES.items() if "healthcheck" not in service} == {"collector"}
 
 
 def test_mlflow_answers_to_the_names_by_which_it_is_called() -> None:

@@ -4,7 +4,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from verl_otel.cli import alert_relay, alert_rules, control, mlflow_bridge, replay, report
+from verl_otel.cli import (
+    alert_relay,
+    alert_rules,
+    control,
+    down,
+    mlflow_bridge,
+    replay,
+    report,
+    status,
+    up,
+)
 from verl_otel.version import __version__
 
 
@@ -12,12 +22,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="verl-otel",
-        description="Look at verl runs, bring their telemetry to MLflow and their alerts to people.",
+        description="Run the backends of verl-otel, look at recorded runs, bring telemetry to MLflow and alerts to people.",
         epilog="A run is recorded by: opentelemetry-instrument python -m verl.trainer.main_ppo ...",
     )
     parser.add_argument("--version", action="version", version=f"verl-otel {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (report, replay, mlflow_bridge, alert_rules, alert_relay, control):
+    for command in (up, status, down, report, replay, mlflow_bridge, alert_rules, alert_relay, control):
         command.add_to(commands)
     options = parser.parse_args(arguments)
     return options.run(options)

@@ -46,12 +46,12 @@ SOURCES = {
     ),
 }
 
-# program -> (its names on PATH, the oldest version that takes our configurations)
+# program -> (its names on PATH, the oldest version that was seen to take our configuration)
 ON_PATH = {
     "verl-otelcol": (("verl-otelcol", "otelcol-contrib"), (0, 155)),
-    "jaeger": (("jaeger",), (2, 0)),
+    "jaeger": (("jaeger",), (2, 13)),
     "prometheus": (("prometheus",), (3, 5)),
-    "alertmanager": (("alertmanager",), (0, 27)),
+    "alertmanager": (("alertmanager",), (0, 25)),
 }
 
 Report = Callable[[str], None]
@@ -171,6 +171,6 @@ def _version(path: str) -> tuple[int, ...] | None:
 if __name__ == "__main__":
     try:
         for wanted in sys.argv[1:] or SOURCES:
-            print(build(wanted))
+            print(build(wanted, lambda line: print(line, flush=True)), flush=True)
     except StackError as error:
         sys.exit(str(error))

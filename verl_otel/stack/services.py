@@ -1,5 +1,6 @@
 """The programs of the stack: how each is started, and where it answers when it is up."""
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ class Service:
     """One program.
 
     Args:
-        port: name of the port at which it answers.
-        health: path that answers when it is up.
+        port: name of the port at which it is used.
+        health: name of a port, and the path there that answers when it is up.
         start: how it is started.
     """
 
@@ -79,6 +80,14 @@ def _alertmanager(stack: "Stack") -> Start:
     ], {}
 
 
+def _relay(stack: "Stack") -> Start:
+    command = [sys.executable, "-m", "verl_otel.cli", "alert-relay", "--port", str(stack.ports["relay"])]
+    configuration = ["--config", stack.relay] if stack.relay else []
+    variables = {name: value for name, value in os.environ.items() if name.startswith("VERL_OTEL_RELAY_")}
+    variables.pop("VERL_OTEL_RELAY_TOKEN", None)  # on loopback it needs none, and Alertmanager brings none
+    return [*command, *configuration], variables
+
+
 def _bridge(stack: "Stack") -> Start:
     command = [sys.executable, "-m", "verl_otel.cli", "mlflow-bridge"]
     return [*command, "--port", str(stack.ports["bridge"]), "--mlflow", stack.url("mlflow")], {}
@@ -103,11 +112,12 @@ def _write(path: Path, text: str) -> Path:
 
 
 SERVICES = {
-    "mlflow": Service("mlflow", "/health", _mlflow),
-    "jaeger": Service("jaeger", "/api/v3/services", _jaeger),
-    "prometheus": Service("prometheus", "/-/ready", _prometheus),
-    "alertmanager": Service("alertmanager", "/-/ready", _alertmanager),
-    "bridge": Service("bridge", "/healthz", _bridge),
-    "collector": Service("collector_health", "", _collector),
+    "mlflow": Service("mlflow", "mlflow/health", _mlflow),
+    "jaeger": Service("jaeger", "jaeger/api/v3/services", _jaeger),
+    "prometheus": Service("prometheus", "prometheus/-/ready", _prometheus),
+    "alertmanager": Service("alertmanager", "alertmanager/-/ready", _alertmanager),
+    "relay": Service("relay", "relay/healthz", _relay),
+    "bridge": Service("bridge", "bridge/healthz", _bridge),
+    "collector": Service("otlp_http", "collector_health/", _collector),
 }
-"""In the order in which they are started: the destinations before the Collector."""
+"""In the order in which they are started: the destinations before the Collector. `Stack.services` are those it has."""
