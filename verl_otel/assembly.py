@@ -307,6 +307,7 @@ class Telemetry:
             self.control.close()
         self.background.defer(self.server_targets.remove)
         self.budget.spend(0.6, self.flush)
+        self.recorder.ended()
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run's span, with the exception that ends the run, and send what is pending, within the budget."""

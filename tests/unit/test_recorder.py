@@ -120,6 +120,15 @@ def test_the_time_of_the_last_call_is_a_metric(recorder, memory):
     assert dict(point.attributes) == {"rank": "all", "stage": "step", "model_type": "none"}
 
 
+def test_a_process_that_stays_after_training_does_not_look_as_if_a_step_were_late(process, recorder, memory):
+    record(recorder, logged({"a/b": 1.0}))
+    process.finish()
+    assert recorder._background.drained(30)
+    assert memory.points("verl.step.last_timestamp") == []
+    record(recorder, logged({"a/b": 1.0}, 2))  # another training in this process
+    assert len(memory.points("verl.step.last_timestamp")) == 1
+
+
 def test_what_is_not_a_number_is_counted_by_kind_and_left_out(recorder, memory):
     data = {"note": "text", "nothing": None, "list": [1, 2], "again": "text", "good": 1.0}
     record(recorder, logged(data), logged({"note": "text"}))

@@ -81,6 +81,10 @@ class Recorder:
         """Hand over one call of `Tracking.log`."""
         self._background.defer(self._record, logged)
 
+    def ended(self) -> None:
+        """After all is sent: in a process that stays, no next step is late any more."""
+        self._background.defer(self._instruments.withdraw, names.STEP_LAST_TIMESTAMP, _EVERY_RANK)
+
     def finish(self) -> None:
         """At the end of training: emit what users have logged since the last step's event."""
         self._background.defer(self._finish)
