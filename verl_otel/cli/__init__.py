@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="verl-otel",
-        description="Run the backends of verl-otel, look at recorded runs, bring telemetry to MLflow and alerts to people.",
+        description="Run the backends, look at recorded runs, bring telemetry to MLflow and alerts to people.",
         epilog="A run is recorded by: opentelemetry-instrument python -m verl.trainer.main_ppo ...",
     )
     parser.add_argument("--version", action="version", version=f"verl-otel {__version__}")
