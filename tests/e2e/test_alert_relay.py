@@ -5,12 +5,15 @@ The robot alone is no real one: tests/testbed/robots.py, which checks its signat
 """
 
 import contextlib
+import datetime
+import json
 import os
 import re
 import signal
 import subprocess
 import threading
 import time
+import urllib.request
 
 import bed
 import pytest
@@ -87,9 +90,9 @@ def with_token(settings):
 
 
 @contextlib.contextmanager
-def relay_of(stack, folder, environment):
+def relay_of(stack, folder, configuration, environment):
     """`verl-otel alert-relay` where the stack's Alertmanager looks for it."""
-    (folder / "relay.yaml").write_text(RELAY)
+    (folder / "relay.yaml").write_text(configuration)
     command = [*(bed.PYTHON.parent / "verl-otel", "alert-relay"), "--config", folder / "relay.yaml"]
     command += ["--port", str(stack.ports["relay"])]
     with (folder / "relay.log").open("w") as log:
@@ -173,7 +176,7 @@ def alerted(tmp_path_factory, stack, fork_server, control, robots):
     with (
         changed(stack, "prometheus", with_rules(folder / "alerts.yaml")),
         changed(stack, "alertmanager", with_token),
-        relay_of(stack, folder, environment),
+        relay_of(stack, folder, RELAY, environment),
     ):
         run = run_of(
             stack, folder, control, fork_server, folder=folder / "run", steps=60, on_line=on_line, timeout=400,
@@ -250,3 +253,53 @@ def test_the_run_goes_on_from_its_checkpoint(stack, alerted, control, fork_serve
     )
     assert resumed.returncode == 0, resumed.output[-4000:]
     assert sorted(resumed.printed()) == [saved + 1]
+
+
+# ---- without a run: what Alertmanager makes of several alerts
+
+ROBOTS = """
+robots:
+  - {name: a, kind: wecom, url: {env: WECOM}}
+  - {name: b, kind: dingtalk, url: {env: DINGTALK}, secret: {env: SECRET}}
+  - {name: c, kind: feishu, url: {env: FEISHU}, secret: {env: SECRET}}
+  - {name: d, kind: webhook, url: {env: WEBHOOK}}
+"""
+
+
+def quickly(settings):
+    settings["route"] |= {"group_wait": "1s", "group_interval": "2s"}
+    with_token(settings)
+
+
+def post_alerts(stack, ends_in):
+    now = datetime.datetime.now(datetime.timezone.utc)
+    alerts = [
+        {
+            "labels": {"alertname": "VerlRankMissing", "severity": "critical", "verl_run_id": "r9", "rank": str(rank)},
+            "annotations": {"summary": f"rank {rank} sends nothing any more"},
+            "startsAt": (now - datetime.timedelta(seconds=30)).isoformat(),
+            "endsAt": (now + datetime.timedelta(seconds=ends_in)).isoformat(),
+        }
+        for rank in range(3)
+    ]
+    headers = {"content-type": "application/json"}
+    url = stack.url("alertmanager") + "/api/v2/alerts"
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(alerts).encode(), headers)) as response:
+        assert response.status == 200
+
+
+def test_a_group_of_alertmanager_is_one_message_to_each_kind_of_robot_and_one_when_it_is_over(stack, tmp_path):
+    robots = Robots()
+    urls = {kind.upper(): robots.url(kind) for kind in ("wecom", "dingtalk", "feishu", "webhook")}
+    environment = bed.clean_environment(SECRET=robots.secret, VERL_OTEL_RELAY_TOKEN=TOKEN, **urls)
+    with changed(stack, "alertmanager", quickly), relay_of(stack, tmp_path, ROBOTS, environment):
+        post_alerts(stack, ends_in=300)
+        assert eventually(lambda: len(robots.taken) == 4)
+        post_alerts(stack, ends_in=-1)
+        assert eventually(lambda: len(robots.taken) == 8)
+    robots.stop()
+    for kind in ("wecom", "dingtalk", "feishu", "webhook"):
+        firing, over = (text for (of, _), text in zip(robots.taken, robots.texts(), strict=True) if of == kind)
+        assert firing.startswith("**3 firing: VerlRankMissing**") and firing.count("**FIRING**") == 3
+        assert over.startswith("**3 resolved: VerlRankMissing**") and over.count("**RESOLVED**") == 3
+    assert robots.refused == []
