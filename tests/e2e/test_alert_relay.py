@@ -24,7 +24,6 @@ from test_stack import eventually, prometheus
 from verl_otel.alerts import rules, thresholds
 from verl_otel.control.requests import Channel
 from verl_otel.recording import reader
-from verl_otel.stack.stack import answers
 
 pytestmark = [pytest.mark.run, pytest.mark.stack]
 
@@ -41,7 +40,7 @@ THRESHOLDS = {
         "VerlThroughputLow": {"severity": "critical", "for": "0s", "window": "5s", "below_usual": 0.5},
     },
 }
-"""Limits for a run whose steps take seconds, and which hangs for 18."""
+"""Limits for a run whose steps take seconds, and which hangs for 15."""
 
 RELAY = """
 robots:
@@ -83,8 +82,9 @@ def with_rules(path):
     return change
 
 
-def with_token(settings):
-    """Alertmanager with the relay's token."""
+def quickly(settings):
+    """Alertmanager with the relay's token, which tells changes of a group after seconds."""
+    settings["route"] |= {"group_wait": "1s", "group_interval": "3s"}
     (hook,) = settings["receivers"][0]["webhook_configs"]
     hook["http_config"] = {"authorization": {"credentials": TOKEN}}
 
@@ -98,7 +98,7 @@ def relay_of(stack, folder, configuration, environment):
     with (folder / "relay.log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
-            assert eventually(lambda: answers(stack.url("relay") + "/healthz"), 60), (folder / "relay.log").read_text()
+            assert eventually(lambda: stack.answers("relay"), 60), (folder / "relay.log").read_text()
             yield
         finally:
             process.terminate()
@@ -175,7 +175,7 @@ def alerted(tmp_path_factory, stack, fork_server, control, robots):
 
     with (
         changed(stack, "prometheus", with_rules(folder / "alerts.yaml")),
-        changed(stack, "alertmanager", with_token),
+        changed(stack, "alertmanager", quickly),
         relay_of(stack, folder, RELAY, environment),
     ):
         run = run_of(
@@ -188,7 +188,7 @@ def alerted(tmp_path_factory, stack, fork_server, control, robots):
         threads[0].join(60)
         assert run.returncode == 0, run.output[-4000:]
         eventually(lambda: set(told(robots)) == {"VerlRunHung", "VerlThroughputLow", "VerlNonFinite"})
-        eventually(lambda: over(robots), 90)  # Alertmanager tells changes of a group once a minute
+        eventually(lambda: over(robots))
     return run, asked
 
 
@@ -264,11 +264,6 @@ robots:
   - {name: c, kind: feishu, url: {env: FEISHU}, secret: {env: SECRET}}
   - {name: d, kind: webhook, url: {env: WEBHOOK}}
 """
-
-
-def quickly(settings):
-    settings["route"] |= {"group_wait": "1s", "group_interval": "2s"}
-    with_token(settings)
 
 
 def post_alerts(stack, ends_in):
