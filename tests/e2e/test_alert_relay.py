@@ -24,6 +24,7 @@ from test_stack import eventually, prometheus
 from verl_otel.alerts import rules, thresholds
 from verl_otel.control.requests import Channel
 from verl_otel.recording import reader
+from verl_otel.stack.stack import Stack
 
 pytestmark = [pytest.mark.run, pytest.mark.stack]
 
@@ -72,14 +73,9 @@ def _reload(stack, name, text):
     stack.processes[name].send_signal(signal.SIGHUP)
 
 
-def with_rules(path):
-    """Prometheus with other rules, looked at every two seconds."""
-
-    def change(settings):
-        settings["global"]["evaluation_interval"] = "2s"
-        settings["rule_files"] = [str(path)]
-
-    return change
+def often(settings):
+    """Prometheus that looks at its rules every two seconds."""
+    settings["global"]["evaluation_interval"] = "2s"
 
 
 def quickly(settings):
@@ -106,6 +102,18 @@ def relay_of(stack, folder, configuration, environment):
 
 
 @pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    """What alerts need of the stack, with limits for this run."""
+    folder = tmp_path_factory.mktemp("alerting")
+    (folder / "thresholds.yaml").write_text(yaml.safe_dump(THRESHOLDS))
+    (folder / "alerts.yaml").write_text(rules.generate(thresholds.load(folder / "thresholds.yaml")))
+    stack = Stack(folder / "stack", rules=folder / "alerts.yaml")
+    stack.services = ["prometheus", "alertmanager", "collector"]
+    with stack, changed(stack, "prometheus", often), changed(stack, "alertmanager", quickly):
+        yield stack
+
+
+@pytest.fixture(scope="module")
 def control(tmp_path_factory):
     """Environment variables of run control."""
     folder = tmp_path_factory.mktemp("control")
@@ -124,7 +132,7 @@ def command(control, *arguments):
     return done.stdout + done.stderr
 
 
-def run_of(stack, folder, control, fork_server, **more):
+def run_of(stack, checkpoints, control, fork_server, **more):
     environment = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": stack.url("otlp_http"),
         "OTEL_METRIC_EXPORT_INTERVAL": "1000",
@@ -137,7 +145,7 @@ def run_of(stack, folder, control, fork_server, **more):
     arguments = [
         *("grpo", *bed.FAST_SAMPLER, "trainer.project_name=alerts", "trainer.experiment_name=faults"),
         *("trainer.test_freq=-1", "trainer.val_before_train=False", "trainer.resume_mode=auto"),
-        f"trainer.default_local_dir={folder}/checkpoints",
+        f"trainer.default_local_dir={checkpoints}",
     ]
     return bed.run(arguments=arguments, fork_server=fork_server, environment=environment, **more)
 
@@ -153,8 +161,6 @@ def robots():
 def alerted(tmp_path_factory, stack, fork_server, control, robots):
     """A run that hangs twice, and then has a loss that is not finite, until a person stops it."""
     folder = tmp_path_factory.mktemp("alerted")
-    (folder / "thresholds.yaml").write_text(yaml.safe_dump(THRESHOLDS))
-    (folder / "alerts.yaml").write_text(rules.generate(thresholds.load(folder / "thresholds.yaml")))
     environment = bed.clean_environment(
         ROBOT_URL=robots.url("dingtalk"), ROBOT_SECRET=robots.secret, VERL_OTEL_RELAY_TOKEN=TOKEN, **control
     )
@@ -173,13 +179,10 @@ def alerted(tmp_path_factory, stack, fork_server, control, robots):
         if "step:1 - " in line:
             threads[0].start()
 
-    with (
-        changed(stack, "prometheus", with_rules(folder / "alerts.yaml")),
-        changed(stack, "alertmanager", quickly),
-        relay_of(stack, folder, RELAY, environment),
-    ):
+    with relay_of(stack, folder, RELAY, environment):
         run = run_of(
-            stack, folder, control, fork_server, folder=folder / "run", steps=60, on_line=on_line, timeout=400,
+            stack, folder / "checkpoints", control, fork_server,
+            folder=folder / "run", steps=60, on_line=on_line, timeout=400,
             environment={
                 "MODULES": "verl_cpu.register,loss_fault",
                 "LOSS_FAULT": ",".join([*(f"hang@{step}" for step in HANGS), f"nan@{NAN}"]),
@@ -248,9 +251,7 @@ def test_the_run_goes_on_from_its_checkpoint(stack, alerted, control, fork_serve
     checkpoints = alerted[0].folder.parent / "checkpoints"
     saved = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
     assert NAN < saved < 60 and saved == max(alerted[0].printed())
-    resumed = run_of(
-        stack, checkpoints.parent, control, fork_server, folder=checkpoints.parent / "resumed", steps=saved + 1
-    )
+    resumed = run_of(stack, checkpoints, control, fork_server, folder=checkpoints.parent / "resumed", steps=saved + 1)
     assert resumed.returncode == 0, resumed.output[-4000:]
     assert sorted(resumed.printed()) == [saved + 1]
 
@@ -287,7 +288,7 @@ def test_a_group_of_alertmanager_is_one_message_to_each_kind_of_robot_and_one_wh
     robots = Robots()
     urls = {kind.upper(): robots.url(kind) for kind in ("wecom", "dingtalk", "feishu", "webhook")}
     environment = bed.clean_environment(SECRET=robots.secret, VERL_OTEL_RELAY_TOKEN=TOKEN, **urls)
-    with changed(stack, "alertmanager", quickly), relay_of(stack, tmp_path, ROBOTS, environment):
+    with relay_of(stack, tmp_path, ROBOTS, environment):
         post_alerts(stack, ends_in=300)
         assert eventually(lambda: len(robots.taken) == 4)
         post_alerts(stack, ends_in=-1)
