@@ -260,10 +260,10 @@ def test_the_run_goes_on_from_its_checkpoint(stack, alerted, control, fork_serve
 
 ROBOTS = """
 robots:
-  - {name: a, kind: wecom, url: {env: WECOM}}
-  - {name: b, kind: dingtalk, url: {env: DINGTALK}, secret: {env: SECRET}}
-  - {name: c, kind: feishu, url: {env: FEISHU}, secret: {env: SECRET}}
-  - {name: d, kind: webhook, url: {env: WEBHOOK}}
+  - {name: a, kind: wecom, url: {env: WECOM}, match: {verl_run_id: r9}}
+  - {name: b, kind: dingtalk, url: {env: DINGTALK}, secret: {env: SECRET}, match: {verl_run_id: r9}}
+  - {name: c, kind: feishu, url: {env: FEISHU}, secret: {env: SECRET}, match: {verl_run_id: r9}}
+  - {name: d, kind: webhook, url: {env: WEBHOOK}, match: {verl_run_id: r9}}
 """
 
 
