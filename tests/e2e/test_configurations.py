@@ -71,9 +71,12 @@ def test_prometheus_accepts_the_scrape_job_of_the_readme(tmp_path: Path) -> None
     blocks = re.findall(r"^```yaml\n(.*?)^```", (COLLECTOR / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     (job,) = [block for block in blocks if "scrape_configs" in block]
     config = tmp_path / "prometheus.yaml"
-    config.write_text((ROOT / "deploy" / "prometheus" / "prometheus.yaml").read_text() + job)
-    check_prometheus_configuration(config)
+    settings = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yaml").read_text())
     (scrape,) = yaml.safe_load(job)["scrape_configs"]
+    settings["scrape_configs"].append(scrape)
+    settings["rule_files"] = []  # beside it
+    config.write_text(yaml.safe_dump(settings))
+    check_prometheus_configuration(config)
     assert scrape["static_configs"][0]["targets"][0] in (COLLECTOR / VARIANT).read_text()
 
 

@@ -14,6 +14,7 @@ import yaml
 
 from verl_otel.cli import mlflow_bridge
 from verl_otel.export import targets
+from verl_otel.stack import ports
 
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTOR, DEPLOY = ROOT / "collector", ROOT / "deploy"
@@ -237,6 +238,8 @@ def test_the_collector_scrapes_rollout_servers_by_the_job_that_prometheus_does()
 
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+INSIDE = ("collector_self", "jaeger_grpc", "jaeger_otlp", "jaeger_health", "bridge", "relay")
+"""Ports that only the stack's own services ask."""
 
 
 def mounts(service: dict[str, Any]) -> list[list[str]]:
@@ -352,6 +355,16 @@ def test_a_password_is_yours_and_never_on_a_command_line(name: str) -> None:
     for variable, value in environment.items() if isinstance(environment, dict) else []:
         if "PASSWORD" in variable:
             assert re.fullmatch(r"\$\{\w+_PASSWORD:\?set it to .+\}", value), "compose refuses to start without it"
+
+
+def test_both_stacks_are_where_the_smoke_test_and_the_users_look() -> None:
+    published = {port.split(":")[1] for service in SERVICES.values() for port in service.get("ports", [])}
+    asked = re.findall(r'"--(\w+)", default="http://127.0.0.1:(\d+)"', (DEPLOY / "smoke.py").read_text())
+    assert len(asked) == 4
+    for option, port in asked:
+        assert port in published and int(port) == ports.USUAL[{"otlp": "otlp_http"}.get(option, option)]
+    usual = {str(port) for name, port in ports.USUAL.items() if name not in INSIDE}
+    assert usual <= published and published - usual == {"3000"}  # Grafana has no build without Docker
 
 
 def test_every_service_whose_image_can_has_a_healthcheck() -> None:

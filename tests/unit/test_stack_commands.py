@@ -242,6 +242,16 @@ def test_how_it_was_started_is_remembered(verl_otel, tmp_path):
     assert other.returncode == 1 and "verl-otel down first" in other.stderr
 
 
+def test_as_in_tests_one_is_killed_and_started_again_where_it_was(verl_otel, tmp_path):
+    with Stack(tmp_path / "stack", program=Path) as stack:
+        before = stack.processes["jaeger"]
+        stack.kill("jaeger")
+        assert not stack.runs("jaeger") and not stack.answers("jaeger") and stack.answers("collector")
+        stack.restart("jaeger")
+        assert stack.answers("jaeger") and stack.processes["jaeger"] != before
+    assert verl_otel.left() == []
+
+
 def test_one_robot_is_said_by_variables_and_its_secrets_are_the_relays_only(verl_otel, monkeypatch):
     monkeypatch.setenv("VERL_OTEL_RELAY_URL", "https://example.com/planted")
     monkeypatch.setenv("VERL_OTEL_RELAY_TOKEN", "planted")
