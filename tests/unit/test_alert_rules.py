@@ -279,6 +279,8 @@ def test_the_patterns_of_limits_and_links_are_filled_in(tmp_path):
         ("projects: {p: {VerlNo: off}}", "projects: p: VerlNo: there is no such alert"),
         ("project: {}", "project: there are only run, links, alerts, projects"),
         ("run: {fresh: 0.5}", "0.5 is not a duration"),
+        ("links: {grafana: x}", "grafana: has to be the text of one of runbook, dashboard, trace, mlflow"),
+        ("links: {runbook: 1}", "runbook: has to be the text of one of"),
         ("- a list", "has to be a mapping"),
         ("a: [", "while parsing"),
     ],

@@ -59,9 +59,9 @@ class Parameters:
     def seconds(self, name: str) -> int:
         return seconds(self._values[name])
 
-    def series(self, name: str, *matchers: str, suffix: str = "") -> str:
+    def series(self, name: str, *matchers: str) -> str:
         """A selector of a metric of the registry."""
-        return _selector(metric(name) + suffix, *matchers, self._projects)
+        return _selector(metric(name), *matchers, self._projects)
 
     def recorded(self, name: str, *matchers: str) -> str:
         """A selector of what a recording rule makes."""
@@ -250,7 +250,7 @@ def zero_variance_groups(p: Parameters) -> str:
 def non_finite(p: Parameters) -> str:
     ignored = f'metric!~"{p["ignore"]}"' if p["ignore"] else ""
     grown = _grown(p.series("verl.metric.non_finite", ignored), p["window"], p["fresh"])
-    return f"sum by ({RUN}) ({grown}) > {p['values']}\n{p.lives}"
+    return f"sum by ({RUN}) ({grown}) > {p['values']}"
 
 
 def rank_missing(p: Parameters) -> str:

@@ -47,20 +47,21 @@ def load(path: Path | None = None) -> Thresholds:
     for part in own:
         if part not in shipped:
             raise BadThresholds(f"{where}: {part}: there are only {', '.join(shipped)}")
-    run = _over(shipped["run"], own.get("run"), f"{where}: run")
-    links = {**shipped["links"], **_mapping(own.get("links"), f"{where}: links")}
-    alerts = _alerts_over(shipped["alerts"], own.get("alerts"), f"{where}: alerts")
-    projects = {**_mapping(shipped["projects"], where), **_mapping(own.get("projects"), f"{where}: projects")}
+    changes = {part: _mapping(own.get(part), f"{where}: {part}") for part in shipped}
+    for name, address in changes["links"].items():
+        if name not in shipped["links"] or not isinstance(address, str):
+            raise BadThresholds(f"{where}: links: {name}: has to be the text of one of {', '.join(shipped['links'])}")
+    alerts = {
+        **shipped["alerts"],
+        **_alerts(shipped["alerts"], shipped["alerts"], changes["alerts"], f"{where}: alerts"),
+    }
     return Thresholds(
-        run,
-        links,
-        alerts,
-        {
-            str(project): {
-                alert: _alerts_over(alerts, {alert: changed}, f"{where}: projects: {project}")[alert]
-                for alert, changed in _mapping(changes, f"{where}: projects: {project}").items()
-            }
-            for project, changes in projects.items()
+        run=_over(shipped["run"], changes["run"], f"{where}: run"),
+        links={**shipped["links"], **changes["links"]},
+        alerts=alerts,
+        projects={
+            str(project): _alerts(alerts, shipped["alerts"], changed, f"{where}: projects: {project}")
+            for project, changed in {**shipped["projects"], **changes["projects"]}.items()
         },
     )
 
@@ -92,17 +93,17 @@ def _mapping(value: Any, where: str) -> Mapping[str, Any]:
     return value
 
 
-def _alerts_over(
-    alerts: Mapping[str, Mapping[str, Any] | None], changes: Any, where: str
+def _alerts(
+    alerts: Mapping[str, Mapping[str, Any] | None], shipped: Mapping[str, Mapping[str, Any]], changes: Any, where: str
 ) -> dict[str, Mapping[str, Any] | None]:
-    shipped = _read(SHIPPED)["alerts"]
-    merged = dict(alerts)
-    for name, changed in _mapping(changes, where).items():
-        if name not in alerts:
-            raise BadThresholds(f"{where}: {name}: there is no such alert; there are {', '.join(alerts)}")
-        # An alert that is off for all may be on for one project.
-        merged[name] = None if changed is False else _over(alerts[name] or shipped[name], changed, f"{where}: {name}")
-    return merged
+    """The alerts that are changed. One that is off for all may be on for a project: then by the shipped parameters."""
+    changed = {}
+    for name, parameters in _mapping(changes, where).items():
+        if name not in shipped:
+            raise BadThresholds(f"{where}: {name}: there is no such alert; there are {', '.join(shipped)}")
+        before = alerts[name] or shipped[name]
+        changed[name] = None if parameters is False else _over(before, parameters, f"{where}: {name}")
+    return changed
 
 
 def _over(parameters: Mapping[str, Any], changes: Any, where: str) -> Mapping[str, Any]:
