@@ -5,12 +5,15 @@ The robot alone is no real one: tests/testbed/robots.py, which checks its signat
 """
 
 import contextlib
+import datetime
+import json
 import os
 import re
 import signal
 import subprocess
 import threading
 import time
+import urllib.request
 
 import bed
 import pytest
@@ -21,11 +24,11 @@ from test_stack import eventually, prometheus
 from verl_otel.alerts import rules, thresholds
 from verl_otel.control.requests import Channel
 from verl_otel.recording import reader
-from verl_otel.stack.stack import answers
+from verl_otel.stack.stack import Stack
 
 pytestmark = [pytest.mark.run, pytest.mark.stack]
 
-RUN = "alerted"
+RUN, TOKEN = "alerted", "the-relay's-token"
 HANGS, NAN = (4, 5), 6
 """Steps."""
 
@@ -38,7 +41,7 @@ THRESHOLDS = {
         "VerlThroughputLow": {"severity": "critical", "for": "0s", "window": "5s", "below_usual": 0.5},
     },
 }
-"""Limits for a run whose steps take seconds, and which hangs for 18."""
+"""Limits for a run whose steps take seconds, and which hangs for 15."""
 
 RELAY = """
 robots:
@@ -54,34 +57,60 @@ actions:
 
 
 @contextlib.contextmanager
-def rules_of(stack, path):
-    """Prometheus with other rules, looked at every two seconds."""
-    file = stack.folder / "prometheus.yaml"
-    before = file.read_text()
-    settings = yaml.safe_load(before)
+def changed(stack, name, change):
+    """Prometheus or Alertmanager with a configuration that `change` has changed."""
+    before = (stack.folder / f"{name}.yaml").read_text()
+    change(settings := yaml.safe_load(before))
+    try:
+        _reload(stack, name, yaml.safe_dump(settings))
+        yield
+    finally:
+        _reload(stack, name, before)
+
+
+def _reload(stack, name, text):
+    (stack.folder / f"{name}.yaml").write_text(text)
+    stack.processes[name].send_signal(signal.SIGHUP)
+
+
+def often(settings):
+    """Prometheus that looks at its rules every two seconds."""
     settings["global"]["evaluation_interval"] = "2s"
-    settings["rule_files"] = [str(path)]
-    for text in (yaml.safe_dump(settings), before):
-        file.write_text(text)
-        stack.processes["prometheus"].send_signal(signal.SIGHUP)
-        if text != before:
-            yield
+
+
+def quickly(settings):
+    """Alertmanager with the relay's token, which tells changes of a group after seconds."""
+    settings["route"] |= {"group_wait": "1s", "group_interval": "3s"}
+    (hook,) = settings["receivers"][0]["webhook_configs"]
+    hook["http_config"] = {"authorization": {"credentials": TOKEN}}
 
 
 @contextlib.contextmanager
-def relay_of(stack, folder, environment):
+def relay_of(stack, folder, configuration, environment):
     """`verl-otel alert-relay` where the stack's Alertmanager looks for it."""
-    (folder / "relay.yaml").write_text(RELAY)
+    (folder / "relay.yaml").write_text(configuration)
     command = [*(bed.PYTHON.parent / "verl-otel", "alert-relay"), "--config", folder / "relay.yaml"]
     command += ["--port", str(stack.ports["relay"])]
     with (folder / "relay.log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
-            assert eventually(lambda: answers(stack.url("relay") + "/healthz"), 60), (folder / "relay.log").read_text()
+            assert eventually(lambda: stack.answers("relay"), 60), (folder / "relay.log").read_text()
             yield
         finally:
             process.terminate()
-            assert process.wait(30) == 0, (folder / "relay.log").read_text()
+            assert process.wait(30) in (0, -signal.SIGTERM), (folder / "relay.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    """What alerts need of the stack, with limits for this run."""
+    folder = tmp_path_factory.mktemp("alerting")
+    (folder / "thresholds.yaml").write_text(yaml.safe_dump(THRESHOLDS))
+    (folder / "alerts.yaml").write_text(rules.generate(thresholds.load(folder / "thresholds.yaml")))
+    stack = Stack(folder / "stack", rules=folder / "alerts.yaml")
+    stack.services = ["prometheus", "alertmanager", "collector"]
+    with stack, changed(stack, "prometheus", often), changed(stack, "alertmanager", quickly):
+        yield stack
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +132,7 @@ def command(control, *arguments):
     return done.stdout + done.stderr
 
 
-def run_of(stack, folder, control, fork_server, **more):
+def run_of(stack, checkpoints, control, fork_server, **more):
     environment = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": stack.url("otlp_http"),
         "OTEL_METRIC_EXPORT_INTERVAL": "1000",
@@ -116,7 +145,7 @@ def run_of(stack, folder, control, fork_server, **more):
     arguments = [
         *("grpo", *bed.FAST_SAMPLER, "trainer.project_name=alerts", "trainer.experiment_name=faults"),
         *("trainer.test_freq=-1", "trainer.val_before_train=False", "trainer.resume_mode=auto"),
-        f"trainer.default_local_dir={folder}/checkpoints",
+        f"trainer.default_local_dir={checkpoints}",
     ]
     return bed.run(arguments=arguments, fork_server=fork_server, environment=environment, **more)
 
@@ -132,9 +161,9 @@ def robots():
 def alerted(tmp_path_factory, stack, fork_server, control, robots):
     """A run that hangs twice, and then has a loss that is not finite, until a person stops it."""
     folder = tmp_path_factory.mktemp("alerted")
-    (folder / "thresholds.yaml").write_text(yaml.safe_dump(THRESHOLDS))
-    (folder / "alerts.yaml").write_text(rules.generate(thresholds.load(folder / "thresholds.yaml")))
-    environment = bed.clean_environment(ROBOT_URL=robots.url("dingtalk"), ROBOT_SECRET=robots.secret, **control)
+    environment = bed.clean_environment(
+        ROBOT_URL=robots.url("dingtalk"), ROBOT_SECRET=robots.secret, VERL_OTEL_RELAY_TOKEN=TOKEN, **control
+    )
     asked = []
 
     def person():
@@ -150,9 +179,10 @@ def alerted(tmp_path_factory, stack, fork_server, control, robots):
         if "step:1 - " in line:
             threads[0].start()
 
-    with rules_of(stack, folder / "alerts.yaml"), relay_of(stack, folder, environment):
+    with relay_of(stack, folder, RELAY, environment):
         run = run_of(
-            stack, folder, control, fork_server, folder=folder / "run", steps=60, on_line=on_line, timeout=400,
+            stack, folder / "checkpoints", control, fork_server,
+            folder=folder / "run", steps=60, on_line=on_line, timeout=400,
             environment={
                 "MODULES": "verl_cpu.register,loss_fault",
                 "LOSS_FAULT": ",".join([*(f"hang@{step}" for step in HANGS), f"nan@{NAN}"]),
@@ -161,7 +191,7 @@ def alerted(tmp_path_factory, stack, fork_server, control, robots):
         threads[0].join(60)
         assert run.returncode == 0, run.output[-4000:]
         eventually(lambda: set(told(robots)) == {"VerlRunHung", "VerlThroughputLow", "VerlNonFinite"})
-        eventually(lambda: over(robots), 90)  # Alertmanager tells changes of a group once a minute
+        eventually(lambda: over(robots))
     return run, asked
 
 
@@ -221,8 +251,51 @@ def test_the_run_goes_on_from_its_checkpoint(stack, alerted, control, fork_serve
     checkpoints = alerted[0].folder.parent / "checkpoints"
     saved = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
     assert NAN < saved < 60 and saved == max(alerted[0].printed())
-    resumed = run_of(
-        stack, checkpoints.parent, control, fork_server, folder=checkpoints.parent / "resumed", steps=saved + 1
-    )
+    resumed = run_of(stack, checkpoints, control, fork_server, folder=checkpoints.parent / "resumed", steps=saved + 1)
     assert resumed.returncode == 0, resumed.output[-4000:]
     assert sorted(resumed.printed()) == [saved + 1]
+
+
+# ---- without a run: what Alertmanager makes of several alerts
+
+ROBOTS = """
+robots:
+  - {name: a, kind: wecom, url: {env: WECOM}, match: {verl_run_id: r9}}
+  - {name: b, kind: dingtalk, url: {env: DINGTALK}, secret: {env: SECRET}, match: {verl_run_id: r9}}
+  - {name: c, kind: feishu, url: {env: FEISHU}, secret: {env: SECRET}, match: {verl_run_id: r9}}
+  - {name: d, kind: webhook, url: {env: WEBHOOK}, match: {verl_run_id: r9}}
+"""
+
+
+def post_alerts(stack, ends_in):
+    now = datetime.datetime.now(datetime.timezone.utc)
+    alerts = [
+        {
+            "labels": {"alertname": "VerlRankMissing", "severity": "critical", "verl_run_id": "r9", "rank": str(rank)},
+            "annotations": {"summary": f"rank {rank} sends nothing any more"},
+            "startsAt": (now - datetime.timedelta(seconds=30)).isoformat(),
+            "endsAt": (now + datetime.timedelta(seconds=ends_in)).isoformat(),
+        }
+        for rank in range(3)
+    ]
+    headers = {"content-type": "application/json"}
+    url = stack.url("alertmanager") + "/api/v2/alerts"
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(alerts).encode(), headers)) as response:
+        assert response.status == 200
+
+
+def test_a_group_of_alertmanager_is_one_message_to_each_kind_of_robot_and_one_when_it_is_over(stack, tmp_path):
+    robots = Robots()
+    urls = {kind.upper(): robots.url(kind) for kind in ("wecom", "dingtalk", "feishu", "webhook")}
+    environment = bed.clean_environment(SECRET=robots.secret, VERL_OTEL_RELAY_TOKEN=TOKEN, **urls)
+    with relay_of(stack, tmp_path, ROBOTS, environment):
+        post_alerts(stack, ends_in=300)
+        assert eventually(lambda: len(robots.taken) == 4)
+        post_alerts(stack, ends_in=-1)
+        assert eventually(lambda: len(robots.taken) == 8)
+    robots.stop()
+    for kind in ("wecom", "dingtalk", "feishu", "webhook"):
+        firing, over = (text for (of, _), text in zip(robots.taken, robots.texts(), strict=True) if of == kind)
+        assert firing.startswith("**3 firing: VerlRankMissing**") and firing.count("**FIRING**") == 3
+        assert over.startswith("**3 resolved: VerlRankMissing**") and over.count("**RESOLVED**") == 3
+    assert robots.refused == []

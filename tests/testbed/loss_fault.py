@@ -11,7 +11,7 @@ import time
 
 from verl.workers.utils import losses
 
-HANG = 18.0
+HANG = 15.0
 
 _ppo_loss = losses.ppo_loss
 _calls = 0

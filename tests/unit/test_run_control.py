@@ -299,6 +299,26 @@ def test_a_wrong_set_up_is_said_and_the_run_goes_on_without(memory, channel, mon
     assert "Traceback" not in caplog.text
 
 
+def test_only_the_training_thread_pauses(memory, ask):
+    """verl's logger and timers may be used by other threads, too."""
+
+    def at():
+        ask("pause")
+        for name in ("stage_begins", "logged"):
+            thread = in_a_thread(getattr(verl.process.control, name))
+            thread.join(10)
+            assert not thread.is_alive() and verl.config.trainer.save_freq == -1
+        verl.process.control._saved = True
+        thread = in_a_thread(verl.process.control.logged)
+        thread.join(10)
+        assert not thread.is_alive()
+        ask("resume")
+
+    verl = Verl(memory.process(), {2: at})
+    verl.fit()
+    assert verl.trained == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_trainer_whose_settings_cannot_be_changed_goes_on(memory, ask, caplog):
     verl = Verl(memory.process(), {2: lambda: ask("stop")})
     OmegaConf.set_readonly(verl.config, True)

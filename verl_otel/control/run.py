@@ -69,6 +69,7 @@ class RunControl:
         self._on_event = on_event
         self._max_pause = max_pause
         self._started = time.time()
+        self._training = threading.get_ident()
         self._seen: dict[str, float] = {}
         """Id -> when it expires."""
         self._closed = threading.Event()
@@ -88,7 +89,7 @@ class RunControl:
 
     def stage_begins(self) -> None:
         """At each of verl's timers: if a checkpoint is asked for, let verl's next look at `save_freq` say yes."""
-        if self._wanted is None and self._save_freq is None:
+        if (self._wanted is None and self._save_freq is None) or threading.get_ident() != self._training:
             return
         try:
             if self._wanted is None or self._saved:
@@ -125,7 +126,7 @@ class RunControl:
     def logged(self) -> None:
         """After verl has logged a step: the place where a run pauses, or is told that this was its last step."""
         request = self._wanted
-        if request is None or not self._saved:
+        if request is None or not self._saved or threading.get_ident() != self._training:
             return
         try:
             if (self._steps.number() or 0) >= self._trainer.total_training_steps:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from verl_otel.assembly import Telemetry
 
 _CARRIED_PREFIXES = ("OTEL_", "VERL_OTEL_")
+_OF_OUR_SERVICES = ("VERL_OTEL_BRIDGE_", "VERL_OTEL_RELAY_")
+"""Tokens, and addresses with keys in them: nothing for a worker, nor for Ray's logs."""
 _PERCENT_ENCODED = ("_HEADERS", "OTEL_RESOURCE_ATTRIBUTES")
 
 _OF_A_PLACE = re.compile(
@@ -67,7 +69,11 @@ def _telemetry_of_launcher(caller: FrameType | None) -> Telemetry | None:
 
 def environment(t: Telemetry) -> dict[str, str]:
     """The environment variables that make a worker a process of this run."""
-    env = {key: _literal(key, value) for key, value in os.environ.items() if key.startswith(_CARRIED_PREFIXES)}
+    env = {
+        key: _literal(key, value)
+        for key, value in os.environ.items()
+        if key.startswith(_CARRIED_PREFIXES) and not key.startswith(_OF_OUR_SERVICES)
+    }
     shared = _shared_attributes(env.pop(identity.RESOURCE_ATTRIBUTES, ""))
     if shared:  # behind the worker's own, which Ray puts in there
         env[identity.RESOURCE_ATTRIBUTES] = f"${{{identity.RESOURCE_ATTRIBUTES}}},{shared}"

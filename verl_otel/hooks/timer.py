@@ -1,7 +1,7 @@
 """`verl.utils.profiler.performance._timer` (same place in verl 0.6.1 to 0.9.1): every stage that verl times.
 
 `simple_timer` and all variants of `marked_timer` call this module's global `_timer`, so one replacement covers them
-all.
+all. With run control on, the trainer looks here whether a checkpoint was asked for.
 """
 
 import functools

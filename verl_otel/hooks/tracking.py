@@ -1,6 +1,7 @@
 """`verl.utils.tracking.Tracking` (`__init__`, `log`: verl 0.6.1 to 0.9.1; `finish`: 0.9.0 on): the run and its metrics.
 
-`log` hands over a shallow copy of the dictionary and does what it did before. verl's own loggers are not touched.
+`log` hands over a shallow copy of the dictionary and does what it did before; then a run that was asked to may pause.
+verl's own loggers are not touched.
 """
 
 from __future__ import annotations
