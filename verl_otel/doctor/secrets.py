@@ -46,8 +46,8 @@ class Secrets:
 
     def without(self, finding: Finding) -> Finding:
         """The finding without them."""
-        data = {key: self._hide_in(value) for key, value in finding.data.items()}
-        return Finding(finding.id, finding.level, self.hide(finding.what), self.hide(finding.fix), data)
+        what, fix, data = self.hide(finding.what), self.hide(finding.fix), self._hide_in(finding.data)
+        return Finding(finding.id, finding.level, what, fix, data)
 
     def _hide_in(self, value: Any) -> Any:
         if isinstance(value, str):
