@@ -129,6 +129,7 @@ def test_without_an_endpoint_nothing_is_sent_and_each_exporter_is_told():
         ("500", "VO-ENDPOINT-FAILS"),
         ("502", "VO-ENDPOINT-FAILS"),
         ("503", "VO-ENDPOINT-BUSY"),
+        ("600", "VO-ENDPOINT-NOT-HTTP"),
         ("not TLS", "VO-ENDPOINT-NOT-TLS"),
         ("is not there", "VO-ENDPOINT-REFUSED"),
     ],
@@ -470,5 +471,7 @@ def test_whoever_puts_a_secret_into_a_finding_it_is_taken_out(secret):
 
 
 def test_words_that_are_no_secrets_stay():
-    hidden = Secrets({"PATH": "/usr/bin", "HOME": "/root", "A_KEY": "x", "B_TOKEN": ""}, ["http://host:9090/prefix/"])
-    assert hidden.hide("/usr/bin of x at http://host:9090/prefix/api") == "/usr/bin of x at http://host:9090/prefix/api"
+    environ = {"PATH": "/usr/bin", "A_KEY": "x", "B_TOKEN": "", "AUTH": "True"}
+    more = {"TOKENIZERS_PARALLELISM": "false", "VERL_OTEL_UNKNOWN_KEYS": "prefix"}
+    text = "/usr/bin of x at http://host:9090/prefix/api is true, or false"
+    assert Secrets({**environ, **more}, ["http://host:9090/prefix/"]).hide(text) == text

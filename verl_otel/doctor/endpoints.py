@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from importlib.metadata import entry_points
 from urllib.parse import urlsplit
 
 from verl_otel import config
@@ -97,13 +96,6 @@ def _of_other(signal: str, exporter: str, environ: Mapping[str, str]) -> Finding
             **data,
         )
     if exporter == PROMETHEUS:
-        if not list(entry_points(group="opentelemetry_metrics_exporter", name=exporter)):
-            return problem(
-                "VO-PROMETHEUS-MISSING",
-                "metrics are to be scraped, and the package for it is not installed",
-                "pip install 'verl-otel[prometheus]'",
-                **data,
-            )
         return note(
             "VO-SCRAPED",
             "metrics are scraped from the run's processes, not sent",
@@ -191,7 +183,8 @@ def _judged(answer: Answer, shown: str) -> tuple[str, str]:
 def _kind(answer: Answer, shown: str) -> int:
     """What stands for all that have no status of their own in `_FAILURES`."""
     if answer.status:
-        return answer.status // 100 * 100
+        hundreds = answer.status // 100 * 100
+        return hundreds if hundreds in _FAILURES else _NO_HTTP
     if "Timeout" in answer.reason:
         return _HANGS
     return _NO_TLS if shown.startswith("https:") else _NO_HTTP  # the handshake was well, see `network`

@@ -11,7 +11,10 @@ from verl_otel.doctor.findings import Finding
 
 HIDDEN = "..."
 
-_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTHORIZATION|HEADERS|COOKIE", re.IGNORECASE)
+_NAMES = re.compile(
+    r"(^|_)(API)?(KEY|TOKEN|AUTH|CREDENTIALS?|COOKIE|PASS|PWD)(_|$)|SECRET|PASSW|AUTHORIZATION|HEADERS$", re.IGNORECASE
+)
+_NO_SECRETS = {"true", "false", "none", "null"}
 _PLAIN = 4
 """What is shorter than this is no secret, and may be a part of any word."""
 
@@ -36,7 +39,12 @@ class Secrets:
                 found.update(_of_url(value))
         for url in urls:
             found.update(_of_url(url))
-        forms = {form for secret in found for form in _forms(secret) if len(form) >= _PLAIN}
+        forms = {
+            form
+            for secret in found
+            for form in _forms(secret)
+            if len(form) >= _PLAIN and form.lower() not in _NO_SECRETS
+        }
         self._pattern = re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True)))) if forms else None
 
     def hide(self, text: str) -> str:
@@ -71,6 +79,10 @@ def _of_url(url: str) -> Iterable[str]:
 
 _LONGEST_WORD_OF_A_PATH = 16
 """`v1`, `traces`, `api` and the like are no secrets; a token in a path is longer."""
+
+
+def _may_be_secret(form: str) -> bool:
+    return len(form) >= _PLAIN and form.lower() not in _NO_SECRETS
 
 
 def _words(text: str) -> Iterable[str]:

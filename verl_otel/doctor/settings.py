@@ -164,7 +164,7 @@ def _pipeline(asked: Asked) -> Iterator[Finding]:
             yield problem(
                 "VO-EXPORTER-MISSING",
                 f"the exporter {name!r}, which is asked for, is not installed",
-                f"pip install opentelemetry-exporter-{name.replace('_', '-')}, or ask for another one",
+                f"pip install {_PACKAGES.get(name) or f'opentelemetry-exporter-{name}'.replace('_', '-')}, or unset it",
                 exporter=name,
             )
         if "exporters" in found:
@@ -180,6 +180,7 @@ def _pipeline(asked: Asked) -> Iterator[Finding]:
         yield warning("VO-PIPELINE-UNKNOWN", what, "give it more time with --timeout, or look at the machine's load")
 
 
+_PACKAGES = {"prometheus": "'verl-otel[prometheus]'"}
 _FIX_OF_BROKEN = "correct or unset the OTEL_* variable that has this value"
 
 
