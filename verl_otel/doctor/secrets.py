@@ -39,12 +39,7 @@ class Secrets:
                 found.update(_of_url(value))
         for url in urls:
             found.update(_of_url(url))
-        forms = {
-            form
-            for secret in found
-            for form in _forms(secret)
-            if len(form) >= _PLAIN and form.lower() not in _NO_SECRETS
-        }
+        forms = {form for secret in found for form in _forms(secret) if _may_be_secret(form)}
         self._pattern = re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True)))) if forms else None
 
     def hide(self, text: str) -> str:
