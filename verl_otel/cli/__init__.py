@@ -12,8 +12,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="verl-otel",
-        description="Look at recorded verl runs, and bring their telemetry to MLflow.",
-        epilog="A run is recorded by: opentelemetry-instrument python -m verl.trainer.main_ppo ...",
+        description="Look at verl runs, operate what their telemetry goes to, and find out what is wrong.",
+        epilog="A run is recorded by: opentelemetry-instrument python -m verl.trainer.main_ppo ...  "
+        "Nothing arrives? verl-otel doctor",
     )
     parser.add_argument("--version", action="version", version=f"verl-otel {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
