@@ -30,6 +30,9 @@ ENDED, LATE = "ended", "it takes too long"
 
 _NOT_ITS_OWN = {config.ACTIVE}
 
+ENDS = 5.0
+"""Seconds for a process to end that has said everything."""
+
 
 def run(name: str, environ: Mapping[str, str], end: float, argument: str = "") -> Iterator[dict[str, Any]]:
     """Start a program, and give what it finds as it comes; last `{"ended": why}`.
@@ -59,12 +62,11 @@ def run(name: str, environ: Mapping[str, str], end: float, argument: str = "") -
                     yield json.loads(line)
         finally:
             os.close(read)
-            if not ended:
-                process.kill()
             try:
-                status = process.wait(max(1.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:  # it has said everything, and does not end
+                status = process.wait(ENDS if ended else 0)
+            except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
                 status = 0
         yield {ENDED: _reason(status, said) if ended else LATE}
 
