@@ -471,7 +471,7 @@ def test_whoever_puts_a_secret_into_a_finding_it_is_taken_out(secret):
 
 
 def test_words_that_are_no_secrets_stay():
-    environ = {"PATH": "/usr/bin", "A_KEY": "x", "B_TOKEN": "", "AUTH": "True"}
+    environ = {"PATH": "/usr/bin", "PWD": "/usr/bin", "OLDPWD": "/usr", "A_KEY": "x", "B_TOKEN": "", "AUTH": "True"}
     more = {"TOKENIZERS_PARALLELISM": "false", "VERL_OTEL_UNKNOWN_KEYS": "prefix"}
     text = "/usr/bin of x at http://host:9090/prefix/api is true, or false"
     assert Secrets({**environ, **more}, ["http://host:9090/prefix/"]).hide(text) == text

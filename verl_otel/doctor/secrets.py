@@ -12,7 +12,8 @@ from verl_otel.doctor.findings import Finding
 HIDDEN = "..."
 
 _NAMES = re.compile(
-    r"(^|_)(API)?(KEY|TOKEN|AUTH|CREDENTIALS?|COOKIE|PASS|PWD)(_|$)|SECRET|PASSW|AUTHORIZATION|HEADERS$", re.IGNORECASE
+    r"(^|_)(API)?(KEY|TOKEN|AUTH|CREDENTIALS?|COOKIE|PASS)(_|$)|_PWD$|SECRET|PASSW|AUTHORIZATION|HEADERS$",
+    re.IGNORECASE,
 )
 _NO_SECRETS = {"true", "false", "none", "null"}
 _PLAIN = 4
