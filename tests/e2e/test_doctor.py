@@ -13,6 +13,8 @@ import jsonschema
 import pytest
 
 from verl_otel import hooks
+from verl_otel.doctor import endpoints
+from verl_otel.doctor.asked import Asked
 from verl_otel.semconv import registry
 
 pytestmark = pytest.mark.stack
@@ -53,10 +55,15 @@ def test_no_run_is_made_of_it_and_prometheus_has_one_series_of_a_host(stack, tmp
     from mlflow.tracking import MlflowClient
 
     assert doctor(stack, tmp_path)[0] == 0
-    assert doctor(stack, tmp_path)[0] == 0
+    second = Asked({"OTEL_EXPORTER_OTLP_ENDPOINT": stack.url("otlp_http")})
+    assert {finding.level for finding in endpoints.check(second)} == {"ok"}
     client = MlflowClient(stack.url("mlflow"))
     experiment = client.get_experiment_by_name("verl-otel-doctor")
     assert client.search_runs([experiment.experiment_id]) == []
+    deadline = time.monotonic() + 30
+    while not query(stack, f"verl_doctor_timestamp_seconds == {second.probe.value!r}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
     (series,) = query(stack, "verl_doctor_timestamp_seconds")
     assert series["metric"]["job"] == "verl/verl-otel-doctor" and "verl_run_id" not in series["metric"]
 

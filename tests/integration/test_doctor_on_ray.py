@@ -14,6 +14,9 @@ from verl_otel import hooks
 from verl_otel.doctor import cluster
 from verl_otel.doctor.asked import Asked
 
+DRIVER = {"RAY_AUTH_MODE": "token"}
+"""What a driver needs to join the test bed's clusters."""
+
 INSIDE = """
 import json, subprocess, sys
 import ray
@@ -50,7 +53,7 @@ def two_nodes(tmp_path_factory):
 
 def test_each_node_is_asked_what_it_has(two_nodes):
     found = {}
-    for finding in cluster.check(Asked(bed.clean_environment(), ray=two_nodes)):
+    for finding in cluster.check(Asked(bed.clean_environment(**DRIVER), ray=two_nodes)):
         found.setdefault(finding.id, []).append(finding)
     assert found.keys() == {"VO-RAY-NODE", "VO-RAY-NODE-VERSIONS", "VO-CLOCK"}, found
     (well,), (other,) = found["VO-RAY-NODE"], found["VO-RAY-NODE-VERSIONS"]
@@ -60,8 +63,13 @@ def test_each_node_is_asked_what_it_has(two_nodes):
 
 
 def test_a_cluster_that_is_not_there_is_a_problem():
-    (finding,) = cluster.check(Asked(bed.clean_environment(), ray=f"127.0.0.1:{free_port()}", timeout=40))
-    assert (finding.id in ("VO-RAY-UNREACHABLE", "VO-RAY-UNFINISHED")) and finding.fix
+    (finding,) = cluster.check(Asked(bed.clean_environment(), ray=f"127.0.0.1:{free_port()}", timeout=5))
+    assert finding.id in ("VO-RAY-UNREACHABLE", "VO-RAY-UNFINISHED") and finding.fix  # Ray tries for half a minute
+
+
+def test_a_cluster_that_wants_a_token_is_told(two_nodes):
+    (finding,) = cluster.check(Asked(bed.clean_environment(), ray=two_nodes))
+    assert finding.id == "VO-RAY-UNREACHABLE" and "RAY_AUTH_MODE=token" in finding.what
 
 
 def test_without_being_asked_nothing_is_started(monkeypatch):
@@ -74,7 +82,10 @@ def test_inside_a_worker_it_sees_that_it_is_part_of_the_run(two_nodes, tmp_path)
     program.write_text(textwrap.dedent(INSIDE))
     disabled = ",".join(sorted({hook.name for hook in hooks.HOOKS} - {"ray_init"}))  # it carries the environment
     env = bed.clean_environment(
-        VERL_OTEL_DISABLED_HOOKS=disabled, VERL_OTEL_FOLDER=str(tmp_path / "runs"), VERL_OTEL_RUN_ID="inside"
+        VERL_OTEL_DISABLED_HOOKS=disabled,
+        VERL_OTEL_FOLDER=str(tmp_path / "runs"),
+        VERL_OTEL_RUN_ID="inside",
+        **DRIVER,
     )
     command = [bed.INSTRUMENT, sys.executable, str(program), two_nodes]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)

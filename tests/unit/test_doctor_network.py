@@ -265,10 +265,12 @@ class Authority:
         return paths
 
 
-def secured(server, certificate, key, authority=None):
+def secured(server, certificate, key, authority=None, in_handshake=False):
     """Let a server speak TLS; with a CA, only to clients with a certificate of it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
+    if in_handshake:  # from TLS 1.3 on, a client learns afterwards that its certificate was not taken
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
     if authority is not None:
         context.load_verify_locations(authority)
         context.verify_mode = ssl.CERT_REQUIRED
@@ -314,7 +316,7 @@ def test_tls_is_tried_as_a_run_would_and_each_way_to_fail_is_told(case, id, auth
         environ["OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE"] = str(certificate)
         environ["OTEL_EXPORTER_OTLP_CLIENT_KEY"] = str(key)
     with Server() as server:
-        address = secured(server, *issued, ours.certificate if "client" in case else None)
+        address = secured(server, *issued, ours.certificate if "client" in case else None, case.startswith("gets"))
         by_id = found(asked(address, **environ))
     assert id in by_id, by_id
     well = id in ("VO-ENDPOINT-TLS", "VO-ENDPOINT-CERTIFICATE-ENDS")
@@ -468,6 +470,16 @@ def test_whoever_puts_a_secret_into_a_finding_it_is_taken_out(secret):
     left = hidden.without(made)
     assert_not_in(secret, left.what, left.fix, json.dumps(left.data))
     assert left.what.startswith("it is ") and left.data[next(iter(left.data))][0]["a"][1] == 1
+
+
+def test_no_finding_of_an_area_and_no_error_of_it_brings_a_secret_out():
+    def check(asked):
+        yield Finding("VO-A", PROBLEM, "a token: Zq7planted", "use Zq7planted", {"token": "Zq7planted"})
+        raise ValueError("Zq7planted")
+
+    text, content = texts(Asked({"MY_TOKEN": "Zq7planted"}), (Area("an area", check, 10),))
+    assert "a token: ..." in text and "VO-CHECK-FAILED" in text
+    assert_not_in("Zq7planted", text, content)
 
 
 def test_words_that_are_no_secrets_stay():
