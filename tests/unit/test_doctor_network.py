@@ -482,6 +482,14 @@ def test_no_finding_of_an_area_and_no_error_of_it_brings_a_secret_out():
     assert_not_in("Zq7planted", text, content)
 
 
+@pytest.mark.parametrize("given", ["environment", "command line"])
+def test_each_part_of_a_url_that_may_be_secret_is_taken_out(given):
+    address = "https://Zq7user:Zq7password@host/v1/Zq7-a-token-in-a-path?key=Zq7query#Zq7fragment"
+    hidden = Secrets({"SOME_URL": address}) if given == "environment" else Secrets({}, [address])
+    told = hidden.hide("Zq7user Zq7password Zq7-a-token-in-a-path Zq7query Zq7fragment host v1 key")
+    assert told == "... ... ... ... ... host v1 key"
+
+
 def test_words_that_are_no_secrets_stay():
     environ = {"PATH": "/usr/bin", "PWD": "/usr/bin", "OLDPWD": "/usr", "A_KEY": "x", "B_TOKEN": "", "AUTH": "True"}
     more = {"TOKENIZERS_PARALLELISM": "false", "VERL_OTEL_UNKNOWN_KEYS": "prefix"}
