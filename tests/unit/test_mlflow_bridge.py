@@ -35,6 +35,7 @@ from verl_otel.bridges.mlflow.sink import MlflowSink
 from verl_otel.bridges.mlflow.traces import MAX_ROOTS, Traces
 from verl_otel.bridges.sink import Refused, TryLater
 from verl_otel.cli import main
+from verl_otel.semconv import attributes as attr
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # starlette prefers another client from some version on
@@ -234,6 +235,21 @@ def test_events_that_name_no_run_or_are_of_another_name_are_ignored_and_counted(
     unknown = verl.event("somebody.elses", 1, {"a": 1.0})
     assert runs.handle([nobody, verl.step(1, a=1.0), unknown, unknown]) == 3
     assert client.get_run(runs.resolve(verl.identity).run_id).data.metrics == {"a": 1.0}
+
+
+def test_a_doctors_event_makes_no_run_and_cannot_cost_others(client, runs, verl, monkeypatch):
+    doctors = RunEvent(attr.EVENT_DOCTOR, 0, {attr.DOCTOR_ID: "doctor-1"}, {}, {})
+    assert runs.handle([doctors]) == 0
+    experiment = client.get_experiment_by_name(attr.SERVICE_DOCTOR)
+    assert experiment.tags[attr.DOCTOR_ID] == "doctor-1"
+    assert client.search_runs([experiment.experiment_id]) == []
+
+    def refuse(*_):
+        raise RuntimeError("deleted")
+
+    monkeypatch.setattr(StrictClient, "set_experiment_tag", refuse)
+    assert runs.handle([verl.started(), doctors, verl.step(1, loss=0.5)]) == 0
+    assert [value for _, value, _ in history(client, runs.resolve(verl.identity), "loss")] == [0.5]
 
 
 def test_events_of_several_runs_in_one_request_go_to_their_runs(client, runs):

@@ -6,6 +6,8 @@ import os
 import sys
 from typing import Any
 
+from verl_otel.doctor import TIMEOUT
+
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
@@ -33,7 +35,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--strict", action="store_true", help="warnings count as problems, in the exit status")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument(
-        "--timeout", type=_seconds, metavar="SECONDS", default=120.0, help="take no longer (default: %(default)g)"
+        "--timeout", type=_seconds, metavar="SECONDS", default=TIMEOUT, help="take no longer (default: %(default)g)"
     )
     parser.set_defaults(run=run)
 

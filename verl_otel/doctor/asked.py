@@ -4,10 +4,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from verl_otel.doctor import TIMEOUT
 from verl_otel.doctor.probe import Probe
-
-TIMEOUT = 120.0
-"""Seconds that an examination takes at most; importing all of verl is what takes long."""
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
-from typing import Any
+from typing import IO, Any
 
 from verl_otel import config
 
@@ -24,10 +25,13 @@ PROGRAMS = {
 }
 """Name -> the module whose `in_child` is the program."""
 
-ENDED = "ended"
+ENDED, LATE = "ended", "it takes too long"
 """The key of what comes last: why the process has ended, empty if it did what it had to."""
 
-_NOT_ITS_OWN = (config.ACTIVE, config.RUN_ID, config.RUN_ATTEMPT, "TRACEPARENT", "TRACESTATE")
+_NOT_ITS_OWN = {config.ACTIVE}
+
+ENDS = 5.0
+"""Seconds for a process to end that has said everything."""
 
 
 def run(name: str, environ: Mapping[str, str], end: float, argument: str = "") -> Iterator[dict[str, Any]]:
@@ -39,40 +43,53 @@ def run(name: str, environ: Mapping[str, str], end: float, argument: str = "") -
     """
     read, write = os.pipe()
     command = [sys.executable, "-m", "verl_otel.doctor.child", name, str(write), argument]
-    process = subprocess.Popen(
-        command,
-        env=_environment(environ),
-        pass_fds=[write],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    os.close(write)
-    late = False
-    try:
-        pending = b""
-        while True:
-            late = not select.select([read], [], [], max(0.0, end - time.monotonic()))[0]
-            content = b"" if late else os.read(read, 1 << 16)
-            if not content:
-                break
-            *lines, pending = (pending + content).split(b"\n")
-            for line in lines:
-                yield json.loads(line)
-    finally:
-        os.close(read)
-        if late:
-            process.kill()
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            command,
+            env=_environment(environ),
+            pass_fds=[write],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+        )
+        os.close(write)
+        ended = False
         try:
-            status = process.wait(max(1.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:  # it has said everything, and does not end
-            process.kill()
-            status = 0
-    yield {ENDED: "it takes too long" if late else _reason(status)}
+            for line in _lines(read, end):
+                if line is None:
+                    ended = True
+                else:
+                    yield json.loads(line)
+        finally:
+            os.close(read)
+            try:
+                status = process.wait(ENDS if ended else 0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                status = 0
+        yield {ENDED: _reason(status, said) if ended else LATE}
 
 
-def _reason(status: int) -> str:
-    return f"it was ended by signal {-status}" if status < 0 else f"it ended with status {status}" if status else ""
+def _lines(descriptor: int, end: float) -> Iterator[bytes | None]:
+    """The lines that come until `end`; None where the last one was the last."""
+    pending = b""
+    while select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
+        content = os.read(descriptor, 1 << 16)
+        if not content:
+            yield None
+            return
+        *lines, pending = (pending + content).split(b"\n")
+        yield from lines
+
+
+def _reason(status: int, said: IO[bytes]) -> str:
+    """Empty where all is well."""
+    if status <= 0:
+        return f"it was ended by signal {-status}" if status else ""
+    said.seek(0)
+    lines = said.read().decode(errors="replace").strip().splitlines()
+    return f"it ended with status {status}" + (f" ({lines[-1][-300:]})" if lines else "")
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:

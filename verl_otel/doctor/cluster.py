@@ -80,7 +80,9 @@ def in_child(address: str) -> Iterator[dict[str, Any]]:
     try:
         ray.init(address, log_to_driver=False, logging_level="ERROR", namespace="verl-otel-doctor")
     except Exception as error:
-        yield {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        told = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        token = "; it wants a token, by RAY_AUTH_MODE=token" if "AuthToken" in f"{error}{error.__cause__}" else ""
+        yield {"error": told + token}
         return
     look = ray.remote(num_cpus=0, max_retries=0)(_self_contained())
     asked = {}

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from importlib.metadata import entry_points
 from urllib.parse import urlsplit
 
 from verl_otel import config
@@ -97,13 +96,6 @@ def _of_other(signal: str, exporter: str, environ: Mapping[str, str]) -> Finding
             **data,
         )
     if exporter == PROMETHEUS:
-        if not list(entry_points(group="opentelemetry_metrics_exporter", name=exporter)):
-            return problem(
-                "VO-PROMETHEUS-MISSING",
-                "metrics are to be scraped, and the package for it is not installed",
-                "pip install 'verl-otel[prometheus]'",
-                **data,
-            )
         return note(
             "VO-SCRAPED",
             "metrics are scraped from the run's processes, not sent",
@@ -130,7 +122,7 @@ def _of_server(asked: Asked, shown: str, signals: Sequence[str], delivered: set[
             if found.level == PROBLEM:
                 return
     answers = {signal: Gathering(partial(_post, asked, signal)) for signal in signals}
-    alike: dict[tuple[str, str, str], list[str]] = {}
+    alike: dict[tuple[str, str], dict[str, str]] = {}
     for signal, gathering in answers.items():
         gathering.wait(asked.until(SECONDS))
         if gathering.error is not None:
@@ -138,9 +130,9 @@ def _of_server(asked: Asked, shown: str, signals: Sequence[str], delivered: set[
         for answer in gathering.found:
             if answer.outcome is Outcome.DELIVERED:
                 delivered.add(signal)
-            alike.setdefault(_judged(answer), []).append(signal)
-    for (id, reason, fix), of_signals in alike.items():
-        yield _told(shown, of_signals, id, reason, fix)
+            alike.setdefault(_judged(answer, shown), {})[signal] = _reason(answer)
+    for (id, fix), reasons in alike.items():
+        yield _told(shown, list(reasons), id, " or ".join(dict.fromkeys(reasons.values())), fix)
     if not proxy:
         yield from clock.of_server(shown, tls_of(signals[0], asked.environ).of_requests)
 
@@ -177,20 +169,25 @@ def _told(shown: str, signals: Sequence[str], id: str, reason: str, fix: str) ->
     return problem(id, f"{test} {verb} not taken ({reason})", fix, **data)
 
 
-def _judged(answer: Answer) -> tuple[str, str, str]:
-    """(id, reason, what to do)"""
-    reason = f"HTTP {answer.status}" if answer.status else answer.reason
+def _reason(answer: Answer) -> str:
+    return f"HTTP {answer.status}" if answer.status else answer.reason
+
+
+def _judged(answer: Answer, shown: str) -> tuple[str, str]:
+    """(id, what to do)"""
     if answer.outcome is Outcome.DELIVERED:
-        return ("VO-ENDPOINT-REJECTED", reason, _REJECTED) if answer.rejected else (TAKEN, reason, "")
-    id, fix = _FAILURES.get(answer.status) or _FAILURES[_kind(answer)]
-    return id, reason, fix
+        return ("VO-ENDPOINT-REJECTED", _REJECTED) if answer.rejected else (TAKEN, "")
+    return _FAILURES.get(answer.status) or _FAILURES[_kind(answer, shown)]
 
 
-def _kind(answer: Answer) -> int:
+def _kind(answer: Answer, shown: str) -> int:
     """What stands for all that have no status of their own in `_FAILURES`."""
-    if not answer.status:
-        return _NO_TLS if "SSL" in answer.reason else _HANGS if "Timeout" in answer.reason else _NO_HTTP
-    return answer.status // 100 * 100
+    if answer.status:
+        hundreds = answer.status // 100 * 100
+        return hundreds if hundreds in _FAILURES else _NO_HTTP
+    if "Timeout" in answer.reason:
+        return _HANGS
+    return _NO_TLS if shown.startswith("https:") else _NO_HTTP  # the handshake was well, see `network`
 
 
 _HANGS, _NO_HTTP, _NO_TLS = -1, -2, -3

@@ -69,7 +69,8 @@ def check(asked: Asked) -> Iterator[Finding]:
         yield warning(
             "VO-HOOKS-UNFINISHED",
             f"trying the hooks has ended early: {ended}" + (f", at {trying}" if trying else ""),
-            "look with: python -X faulthandler -c 'import <that module>'; or give it more time with --timeout",
+            f"look with: python -X faulthandler -c 'import {trying.rpartition(' on ')[2] or 'verl'}'; "
+            "or give it more time with --timeout",
             seam=trying,
         )
 

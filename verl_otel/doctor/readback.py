@@ -107,7 +107,7 @@ def _read_back(
             **data,
         )
         return
-    started, end = time.monotonic(), asked.until(ARRIVES)
+    end = asked.until(ARRIVES)
     while not there():
         if time.monotonic() + PAUSE > end:
             yield problem(
@@ -118,6 +118,6 @@ def _read_back(
             )
             return
         time.sleep(PAUSE)
-    seconds = time.monotonic() - started
-    what = f"{what} is in {backend.name}, {seconds:.1f} s after it was sent"
+    seconds = time.time() - asked.probe.value
+    what = f"{what} is in {backend.name}, {seconds:.1f} s after it was made"
     yield ok("VO-READ-BACK", what, seconds=round(seconds, 3), **data)

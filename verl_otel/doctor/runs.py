@@ -35,14 +35,15 @@ def check(asked: Asked) -> Iterator[Finding]:
     folder = Path(Settings.from_environ(asked.environ).folder)
     yield from _disk(folder)
     spooled = _spooled(folder) if folder.is_dir() else []
-    budget = READ
+    budget, nothing = READ, True
     for run in spooled[:SHOWN]:
         found, budget = _of_run(run, budget)
+        nothing = nothing and not found
         yield from found
     if len(spooled) > SHOWN:
         what = f"{len(spooled) - SHOWN} older runs in {folder} have a spool too"
         yield note("VO-SPOOL-MORE", what, "replay or remove what is above, and call doctor again")
-    if not spooled:
+    if nothing:
         yield ok("VO-SPOOL", f"nothing in {folder} waits to be sent", folder=str(folder))
 
 

@@ -11,7 +11,11 @@ from verl_otel.doctor.findings import Finding
 
 HIDDEN = "..."
 
-_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTHORIZATION|HEADERS|COOKIE", re.IGNORECASE)
+_NAMES = re.compile(
+    r"(^|_)(API)?(KEY|TOKEN|AUTH|CREDENTIALS?|COOKIE|PASS)(_|$)|_PWD$|SECRET|PASSW|AUTHORIZATION|HEADERS$",
+    re.IGNORECASE,
+)
+_NO_SECRETS = {"true", "false", "none", "null"}
 _PLAIN = 4
 """What is shorter than this is no secret, and may be a part of any word."""
 
@@ -36,7 +40,7 @@ class Secrets:
                 found.update(_of_url(value))
         for url in urls:
             found.update(_of_url(url))
-        forms = {form for secret in found for form in _forms(secret) if len(form) >= _PLAIN}
+        forms = {form for secret in found for form in _forms(secret) if _may_be_secret(form)}
         self._pattern = re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True)))) if forms else None
 
     def hide(self, text: str) -> str:
@@ -46,8 +50,8 @@ class Secrets:
 
     def without(self, finding: Finding) -> Finding:
         """The finding without them."""
-        data = {key: self._hide_in(value) for key, value in finding.data.items()}
-        return Finding(finding.id, finding.level, self.hide(finding.what), self.hide(finding.fix), data)
+        what, fix, data = self.hide(finding.what), self.hide(finding.fix), self._hide_in(finding.data)
+        return Finding(finding.id, finding.level, what, fix, data)
 
     def _hide_in(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -71,6 +75,10 @@ def _of_url(url: str) -> Iterable[str]:
 
 _LONGEST_WORD_OF_A_PATH = 16
 """`v1`, `traces`, `api` and the like are no secrets; a token in a path is longer."""
+
+
+def _may_be_secret(form: str) -> bool:
+    return len(form) >= _PLAIN and form.lower() not in _NO_SECRETS
 
 
 def _words(text: str) -> Iterable[str]:

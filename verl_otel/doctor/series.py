@@ -6,21 +6,30 @@ from typing import Any
 from verl_otel.doctor.asked import Asked
 from verl_otel.doctor.backends import Backend, NoAnswer
 from verl_otel.doctor.findings import Finding, note, ok, warning
+from verl_otel.semconv import registry
+from verl_otel.semconv.prometheus import prometheus_name
 
 MANY = 10_000
 """Series of one metric that are worth a thought."""
 
 TOP = 5
 
-_OURS = '__name__=~"verl_.+|gen_ai_.+|hw_.+"'
-_DROPPED = 'sum by (verl_otel_signal, verl_otel_reason) (verl_otel_exported_total{verl_otel_outcome="dropped"}) > 0'
-_FAILED = 'sum by (verl_otel_site) (verl_otel_failures_total{verl_otel_site!="none"}) > 0'
-_TWICE = 'count by (verl_run_id, verl_run_attempt) (verl_training_step{rank="all",stage="step"}) > 1'
-_WITHOUT_STEPS = (
-    'count by (verl_run_id) ({__name__=~"verl_process_start_time.*",verl_run_id!=""}) '
-    "unless on (verl_run_id) verl_training_step"
-)
-_NO_MFU = "verl_mfu == 0 and on (verl_run_id, verl_run_attempt) verl_throughput > 0"
+
+def _in_prometheus(name: str) -> str:
+    metric = registry.load().metrics[name]
+    return prometheus_name(metric.name, metric.unit, metric.instrument)
+
+
+_STEP, _MFU, _THROUGHPUT = map(_in_prometheus, ("verl.training.step", "verl.mfu", "verl.throughput"))
+_EXPORTED, _FAILURES = map(_in_prometheus, ("verl.otel.exported", "verl.otel.failures"))
+_STARTED, _DOCTOR = map(_in_prometheus, ("verl.process.start_time", "verl.doctor.timestamp"))
+
+_OURS = f'__name__=~"verl_.+|gen_ai_.+|hw_.+",__name__!="{_DOCTOR}"'
+_DROPPED = f'sum by (verl_otel_reason) ({_EXPORTED}{{verl_otel_outcome="dropped"}}) > 0'
+_FAILED = f'sum by (verl_otel_site) ({_FAILURES}{{verl_otel_site!="none"}}) > 0'
+_TWICE = f'count by (verl_run_id, verl_run_attempt) ({_STEP}{{rank="all",stage="step"}}) > 1'
+_WITHOUT_STEPS = f"count by (verl_run_id) ({_STARTED}) unless on (verl_run_id) {_STEP}"
+_NO_MFU = f"count by (verl_run_id) ({_MFU} == 0 and on (verl_run_id, verl_run_attempt) {_THROUGHPUT} > 0)"
 
 
 def check(asked: Asked) -> Iterator[Finding]:
@@ -65,7 +74,7 @@ def _twice(prometheus: Backend) -> Iterator[Finding]:
         run = series["metric"].get("verl_run_id", "")
         yield warning(
             "VO-SERIES-TWICE",
-            f"run {run} has {float(series['value'][1]):.0f} series of verl_training_step: every sum() counts twice",
+            f"run {run} has {float(series['value'][1]):.0f} series of {_STEP}: every sum() counts twice",
             "its metrics come by two ways (pushed and scraped, or through two Collectors): take one away; or two "
             "trainings have one VERL_OTEL_RUN_ID",
             run=run,

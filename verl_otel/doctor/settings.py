@@ -157,14 +157,14 @@ def _pipeline(asked: Asked) -> Iterator[Finding]:
             yield problem(
                 "VO-PIPELINE-BROKEN",
                 f"OpenTelemetry cannot be set up ({found['error']}): a run would have no telemetry",
-                "correct or unset the OTEL_* variable that has this value",
+                _FIX_OF_BROKEN,
             )
         for name in found.get("missing", ()):
             broken = True
             yield problem(
                 "VO-EXPORTER-MISSING",
                 f"the exporter {name!r}, which is asked for, is not installed",
-                f"pip install opentelemetry-exporter-{name.replace('_', '-')}, or ask for another one",
+                f"pip install {_PACKAGES.get(name) or f'opentelemetry-exporter-{name}'.replace('_', '-')}, or unset it",
                 exporter=name,
             )
         if "exporters" in found:
@@ -173,9 +173,15 @@ def _pipeline(asked: Asked) -> Iterator[Finding]:
             yield ok("VO-EXPORTERS", f"a process of the run exports {shown}", exporters=exporters)
     if done and not broken:
         yield ok("VO-PIPELINE", "the settings can be read, and OpenTelemetry can be set up with them")
+    elif not done and not broken and ended != child.LATE:
+        yield problem("VO-PIPELINE-BROKEN", f"OpenTelemetry cannot be set up: {ended}", _FIX_OF_BROKEN)
     elif not done and not broken:
-        what = f"whether OpenTelemetry can be set up is not known: {ended or 'no answer'}"
+        what = f"whether OpenTelemetry can be set up is not known: {ended}"
         yield warning("VO-PIPELINE-UNKNOWN", what, "give it more time with --timeout, or look at the machine's load")
+
+
+_PACKAGES = {"prometheus": "'verl-otel[prometheus]'"}
+_FIX_OF_BROKEN = "correct or unset the OTEL_* variable that has this value"
 
 
 class _Said(logging.Handler):
