@@ -183,15 +183,16 @@ def test_more_rows_than_a_statement_takes(sink, url, verl):
 
 
 def test_two_that_write_the_same_at_once_do_not_stand_in_each_others_way(sink, url, verl):
-    events = [verl.step(step, **{f"key/{n}": float(n) for n in range(50)}) for step in range(1, 21)]
-    failures = []
+    events = [verl.step(step, **{f"key/{n}": float(n) for n in range(50)}) for step in range(1, 41)]
+    sink.handle([verl.started()])
+    failures, together = [], threading.Barrier(3)
 
     def write(some):
-        for _ in range(3):
-            try:
-                sink.handle(some)
-            except TryLater as error:
-                failures.append(error)
+        together.wait()
+        try:
+            sink.handle(some)
+        except TryLater as error:
+            failures.append(error)
 
     threads = [threading.Thread(target=write, args=(some,)) for some in (events, events[::-1], events[5:])]
     for thread in threads:
@@ -199,7 +200,7 @@ def test_two_that_write_the_same_at_once_do_not_stand_in_each_others_way(sink, u
     for thread in threads:
         thread.join()
     assert failures == []
-    assert len(values(url, verl)) == 1000
+    assert len(values(url, verl)) == 2000
 
 
 @settings(max_examples=40, deadline=None)

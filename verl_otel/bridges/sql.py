@@ -173,8 +173,8 @@ class SqlSink:
                 self._insert_new(connection, parameters, _parameter_rows(key, event))
             else:
                 self._upsert(connection, {**run, **_end(event)})
-        self._insert_new(connection, runs, list(seen.values()))
         # In one order everywhere: two requests that write the same rows never wait for each other.
+        self._insert_new(connection, runs, [seen[key] for key in sorted(seen)])
         self._insert_new(connection, values, [points[key] for key in sorted(points)])
         return ignored
 
