@@ -280,6 +280,15 @@ def test_span_metrics_count_each_stage_once_and_no_sampled_span(prometheus, tmp_
         assert prometheus.ask("verl_stage_duration_seconds_count") == []  # ours is another metric
 
 
+@pytest.mark.parametrize(("base", "variant"), [("agent", "to-kafka"), ("gateway", "from-kafka")])
+def test_a_collector_starts_while_kafka_is_away(base, variant, tmp_path):
+    nowhere = free_ports(["kafka"])["kafka"]
+    files = (f"{base}.yaml", f"variants/{variant}.yaml")
+    with Collector(tmp_path, *files, KAFKA_BROKERS=f"[127.0.0.1:{nowhere}]") as collector:
+        time.sleep(2)
+        assert collector.process.poll() is None, collector.log[-2000:]
+
+
 def test_a_clickhouse_that_is_away_holds_up_nothing(tmp_path):
     """There is no ClickHouse here that the exporter knows: what is tested is that the others do not wait for it."""
     nowhere = free_ports(["clickhouse"])["clickhouse"]
