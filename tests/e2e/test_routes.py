@@ -169,9 +169,9 @@ def test_remote_write_loses_nothing_while_the_store_is_away(prometheus, tmp_path
         def ask():
             return [float(value) for _, found in prometheus.ask("verl_training_step[10m]") for _, value in found]
 
-        wanted = [float(step) for step in range(1, 31)]
-        eventually(lambda: wanted == ask()[:30])
-        assert [*wanted, 30.0] == ask()  # the last once more, at the process' end
+        wanted = [*map(float, range(1, 31)), 30.0]  # the last once more, at the process' end
+        eventually(lambda: ask() == wanted)
+        assert ask() == wanted
 
 
 class Trainer:

@@ -333,6 +333,41 @@ def test_one_that_is_away_holds_up_no_other_and_says_no_password(verl, caplog):
     assert "SQL database" in caplog.text
 
 
+class Hanging:
+    """A destination that does not answer until it is let go."""
+
+    name = "hanging"
+
+    def __init__(self):
+        self.waiting, self.go = threading.Semaphore(0), threading.Event()
+
+    def handle(self, events):
+        self.waiting.release()
+        self.go.wait(60)
+        return 0
+
+
+def test_one_that_hangs_does_not_take_the_threads_of_the_others(verl):
+    hanging, answers = Hanging(), []
+    content = log_request(verl.step(1, a=1.0)).SerializeToString()
+    with TestClient(server.app({"hanging": hanging, "elsewhere": Elsewhere()})) as bridge:
+
+        def post():
+            answers.append(bridge.post("/hanging/v1/logs", content=content, headers=PROTOBUF).status_code)
+
+        threads = [threading.Thread(target=post) for _ in range(server.SLOTS)]
+        for thread in threads:
+            thread.start()
+        assert all(hanging.waiting.acquire(timeout=30) for _ in threads)
+        assert bridge.post("/hanging/v1/logs", content=content, headers=PROTOBUF).status_code == 503
+        assert bridge.post("/elsewhere/v1/logs", content=content, headers=PROTOBUF).status_code == 200
+        hanging.go.set()
+        for thread in threads:
+            thread.join()
+        assert answers == [200] * server.SLOTS
+        assert bridge.post("/hanging/v1/logs", content=content, headers=PROTOBUF).status_code == 200
+
+
 def test_what_the_database_can_never_take_is_refused(postgres, verl):
     sink = SqlSink(postgres.database())
     beyond = verl.event("verl.step", 1, {"a": 1.0}, attempt=1, **{"verl.step.number": str(2**70)})

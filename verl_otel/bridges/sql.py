@@ -107,6 +107,7 @@ class SqlSink:
             parsed = sa.make_url(url)
             if parsed.drivername == "postgresql":
                 parsed = parsed.set(drivername="postgresql+psycopg")
+                parsed = parsed.update_query_dict({"connect_timeout": "10", **parsed.query})
             if parsed.get_backend_name() not in _INSERT:
                 raise WrongDatabase(f"{parsed.get_backend_name()} is not supported; use postgresql or sqlite")
             # A connection is tested before its use: one that a restart of the database has cut is no lost request.
