@@ -417,6 +417,7 @@ def test_each_destination_has_its_own_address(served, tmp_path, monkeypatch):
     "command",
     [
         ["--sql", "postgresql://verl:Zq7secret@h/db"],
+        ["--sql", "postgresql:///db?host=h&password=Zq7secret"],
         ["--influx", "http://u:Zq7secret@h/write?db=x"],
         ["--influx", "http://h/write?db=x&u=me&p=Zq7secret"],
         ["--influx", "http://[Zq7secret"],
