@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from bridge_runs import SECOND, START, VerlRun
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from influxdb import InfluxDB
 
@@ -105,6 +105,7 @@ TEXTS = st.text(st.characters(codec="utf-8"), max_size=8)
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(st.dictionaries(TEXTS, st.floats() | st.integers(-(2**53), 2**53), max_size=4), TEXTS, TEXTS)
+@example({"a\\": 1.0, 'b\nc,d=e f"': 2.0, "\\": 3.0}, "p\\", "x\ny\\")
 def test_any_keys_and_names_are_taken_and_spoil_no_other_point(server, sink, body, project, experiment):
     strange = VerlRun(f"run-{next(_numbers)}", project, experiment)
     plain = VerlRun(f"run-{next(_numbers)}")

@@ -61,14 +61,14 @@ def steps(kafka, agent, gateway, tmp_path_factory):
         [bed.INSTRUMENT, sys.executable, "trainer.py"], cwd=folder, env=environment, stdout=log, stderr=log
     )
     try:
-        assert eventually(lambda: step_events(gateway), 60), (folder / "run.log").read_text() + agent.log + gateway.log
+        assert eventually(lambda: step_events(gateway), 240), (folder / "run.log").read_text() + agent.log + gateway.log
         kafka.kill()
         time.sleep(AWAY)
         assert trainer.poll() is None
         kafka.start()
         time.sleep(2)
         (folder / "enough").touch()
-        assert trainer.wait(30) == 0
+        assert trainer.wait(60) == 0
     finally:
         trainer.kill()
         trainer.wait()
@@ -76,7 +76,7 @@ def steps(kafka, agent, gateway, tmp_path_factory):
     (last,) = [line for line in (folder / "run.log").read_text().splitlines() if line.startswith("steps ")]
     steps = int(last.split()[1])
     assert steps > AWAY * PER_SECOND / 2
-    eventually(lambda: max(step_events(gateway), default=0) == steps and len(traces(gateway)) >= steps)
+    eventually(lambda: max(step_events(gateway), default=0) == steps and len(traces(gateway)) >= steps, 120)
     return steps
 
 

@@ -183,15 +183,16 @@ def test_more_rows_than_a_statement_takes(sink, url, verl):
 
 
 def test_two_that_write_the_same_at_once_do_not_stand_in_each_others_way(sink, url, verl):
-    events = [verl.step(step, **{f"key/{n}": float(n) for n in range(50)}) for step in range(1, 21)]
-    failures = []
+    events = [verl.step(step, **{f"key/{n}": float(n) for n in range(50)}) for step in range(1, 41)]
+    sink.handle([verl.started()])
+    failures, together = [], threading.Barrier(3)
 
     def write(some):
-        for _ in range(3):
-            try:
-                sink.handle(some)
-            except TryLater as error:
-                failures.append(error)
+        together.wait()
+        try:
+            sink.handle(some)
+        except TryLater as error:
+            failures.append(error)
 
     threads = [threading.Thread(target=write, args=(some,)) for some in (events, events[::-1], events[5:])]
     for thread in threads:
@@ -199,7 +200,7 @@ def test_two_that_write_the_same_at_once_do_not_stand_in_each_others_way(sink, u
     for thread in threads:
         thread.join()
     assert failures == []
-    assert len(values(url, verl)) == 1000
+    assert len(values(url, verl)) == 2000
 
 
 @settings(max_examples=40, deadline=None)
@@ -332,6 +333,41 @@ def test_one_that_is_away_holds_up_no_other_and_says_no_password(verl, caplog):
     assert "SQL database" in caplog.text
 
 
+class Hanging:
+    """A destination that does not answer until it is let go."""
+
+    name = "hanging"
+
+    def __init__(self):
+        self.waiting, self.go = threading.Semaphore(0), threading.Event()
+
+    def handle(self, events):
+        self.waiting.release()
+        self.go.wait(60)
+        return 0
+
+
+def test_one_that_hangs_does_not_take_the_threads_of_the_others(verl):
+    hanging, answers = Hanging(), []
+    content = log_request(verl.step(1, a=1.0)).SerializeToString()
+    with TestClient(server.app({"hanging": hanging, "elsewhere": Elsewhere()})) as bridge:
+
+        def post():
+            answers.append(bridge.post("/hanging/v1/logs", content=content, headers=PROTOBUF).status_code)
+
+        threads = [threading.Thread(target=post) for _ in range(server.SLOTS)]
+        for thread in threads:
+            thread.start()
+        assert all(hanging.waiting.acquire(timeout=30) for _ in threads)
+        assert bridge.post("/hanging/v1/logs", content=content, headers=PROTOBUF).status_code == 503
+        assert bridge.post("/elsewhere/v1/logs", content=content, headers=PROTOBUF).status_code == 200
+        hanging.go.set()
+        for thread in threads:
+            thread.join()
+        assert answers == [200] * server.SLOTS
+        assert bridge.post("/hanging/v1/logs", content=content, headers=PROTOBUF).status_code == 200
+
+
 def test_what_the_database_can_never_take_is_refused(postgres, verl):
     sink = SqlSink(postgres.database())
     beyond = verl.event("verl.step", 1, {"a": 1.0}, attempt=1, **{"verl.step.number": str(2**70)})
@@ -381,6 +417,7 @@ def test_each_destination_has_its_own_address(served, tmp_path, monkeypatch):
     "command",
     [
         ["--sql", "postgresql://verl:Zq7secret@h/db"],
+        ["--sql", "postgresql:///db?host=h&password=Zq7secret"],
         ["--influx", "http://u:Zq7secret@h/write?db=x"],
         ["--influx", "http://h/write?db=x&u=me&p=Zq7secret"],
         ["--influx", "http://[Zq7secret"],

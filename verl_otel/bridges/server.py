@@ -5,6 +5,7 @@ Answers so that the Collector does the right thing: 503 when the sink is away (i
 """
 
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 MAX_BODY = 64 << 20
 """Bytes of a request, before and after decompression."""
 
+SLOTS = 8
+"""Requests to one sink at a time: one that hangs must not take the threads of the others."""
+
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 _PROTOBUF, _JSON = "application/x-protobuf", "application/json"
@@ -50,9 +54,10 @@ def app(sinks: Mapping[str, Sink], token: str = "") -> Starlette:
 
     routes = [Route("/healthz", health)]
     for name, sink in sinks.items():
-        routes.append(Route(f"/{name}/v1/logs", _logs(sink, token), methods=["POST"]))
+        slots = threading.BoundedSemaphore(SLOTS)
+        routes.append(Route(f"/{name}/v1/logs", _logs(sink, token, slots), methods=["POST"]))
         if isinstance(sink, TraceSink):
-            routes.append(Route(f"/{name}/v1/traces", _traces(sink, token), methods=["POST"]))
+            routes.append(Route(f"/{name}/v1/traces", _traces(sink, token, slots), methods=["POST"]))
     routes.append(Route("/{name}/v1/{signal}", _nobody(sinks), methods=["POST"]))
     return Starlette(routes=routes)
 
@@ -70,7 +75,7 @@ def _nobody(sinks: Mapping[str, Sink]) -> Endpoint:
     return refuse
 
 
-def _logs(sink: Sink, token: str) -> Endpoint:
+def _logs(sink: Sink, token: str, slots: threading.BoundedSemaphore) -> Endpoint:
     def handle(request: Any, response: Any) -> None:
         ignored = sink.handle(events_of(request))
         if ignored:
@@ -82,12 +87,12 @@ def _logs(sink: Sink, token: str) -> Endpoint:
     async def take(request: Request) -> Response:
         if not is_authorized(request, token):
             return unauthorized()
-        return await _take(request, ExportLogsServiceRequest(), ExportLogsServiceResponse(), handle, sink.name)
+        return await _take(request, ExportLogsServiceRequest(), ExportLogsServiceResponse(), handle, sink.name, slots)
 
     return take
 
 
-def _traces(sink: TraceSink, token: str) -> Endpoint:
+def _traces(sink: TraceSink, token: str, slots: threading.BoundedSemaphore) -> Endpoint:
     def handle(request: Any, response: Any) -> None:
         left_out = sink.forward(request)
         if left_out:
@@ -97,16 +102,28 @@ def _traces(sink: TraceSink, token: str) -> Endpoint:
     async def take(request: Request) -> Response:
         if not is_authorized(request, token):
             return unauthorized()
-        return await _take(request, ExportTraceServiceRequest(), ExportTraceServiceResponse(), handle, sink.name)
+        return await _take(request, ExportTraceServiceRequest(), ExportTraceServiceResponse(), handle, sink.name, slots)
 
     return take
 
 
-async def _take(request: Request, message: Message, response: Message, handle: Any, name: str) -> Response:
+async def _take(
+    request: Request,
+    message: Message,
+    response: Message,
+    handle: Callable[[Any, Any], None],
+    name: str,
+    slots: threading.BoundedSemaphore,
+) -> Response:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     try:
         _decode(await read_body(request, MAX_BODY), kind, message)
-        await run_in_threadpool(handle, message, response)
+        if not slots.acquire(blocking=False):
+            raise TryLater(f"{name} has not answered {SLOTS} requests yet")
+        try:
+            await run_in_threadpool(handle, message, response)
+        finally:
+            slots.release()
     except BadRequest as error:
         return PlainTextResponse(f"{error}\n", error.status)
     except TryLater as error:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import ArgumentError, DataError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DataError, SQLAlchemyError
 
 from verl_otel.bridges.events import RunEvent, RunIdentity
 from verl_otel.bridges.sink import Refused, TryLater
@@ -105,15 +105,16 @@ class SqlSink:
     def __init__(self, url: str) -> None:
         try:
             parsed = sa.make_url(url)
-            if parsed.drivername == "postgresql":
-                parsed = parsed.set(drivername="postgresql+psycopg")
-            if parsed.get_backend_name() not in _INSERT:
-                raise WrongDatabase(f"{parsed.get_backend_name()} is not supported; use postgresql or sqlite")
+            backend = parsed.get_backend_name()
+            if backend not in _INSERT:
+                raise WrongDatabase(f"{backend} is not supported; use postgresql or sqlite")
+            if backend == "postgresql":
+                parsed = parsed.set(drivername="postgresql+psycopg", query={"connect_timeout": "10", **parsed.query})
             # A connection is tested before its use: one that a restart of the database has cut is no lost request.
             self._engine = sa.create_engine(parsed, pool_pre_ping=True, hide_parameters=True, pool_timeout=10)
-        except (ArgumentError, NoSuchModuleError) as error:  # its message may have the URL, and so the password
+        except ArgumentError as error:  # its message may have the URL, and so the password
             raise WrongDatabase("the URL cannot be read; use postgresql://user@host/db or sqlite:///file") from error
-        self._insert = _INSERT[parsed.get_backend_name()]
+        self._insert = _INSERT[backend]
         self._ready = False
         self._lock = threading.Lock()
 
@@ -173,8 +174,8 @@ class SqlSink:
                 self._insert_new(connection, parameters, _parameter_rows(key, event))
             else:
                 self._upsert(connection, {**run, **_end(event)})
-        self._insert_new(connection, runs, list(seen.values()))
         # In one order everywhere: two requests that write the same rows never wait for each other.
+        self._insert_new(connection, runs, [seen[key] for key in sorted(seen)])
         self._insert_new(connection, values, [points[key] for key in sorted(points)])
         return ignored
 

@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 if TYPE_CHECKING:
     from verl_otel.bridges.sink import Sink
@@ -123,7 +123,7 @@ def _influx(options: argparse.Namespace) -> "Sink | None":
     url = options.influx or os.environ.get(INFLUX_URL, "")
     if not url:
         return None
-    if _has_password(url) or "p=" in urlsplit(url).query:
+    if _has_password(url):
         raise WrongOption(
             f"--influx: no password in the URL; give it by {INFLUX_AUTHORIZATION}, as 'Token ...' or 'Basic ...'"
         )
@@ -136,7 +136,8 @@ def _influx(options: argparse.Namespace) -> "Sink | None":
 
 def _has_password(url: str) -> bool:
     try:
-        return bool(urlsplit(url).password)
+        parts = urlsplit(url)
+        return bool(parts.password) or not {"p", "password"}.isdisjoint(parse_qs(parts.query))
     except ValueError:
         return True  # not to be read, and so perhaps one
 
