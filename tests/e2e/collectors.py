@@ -8,12 +8,15 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from binaries import ROOT, binary
 from google.protobuf import json_format
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from stack import free_ports
+
+from verl_otel.stack.binaries import binary
+from verl_otel.stack.ports import free_ports
+
+ROOT = Path(__file__).resolve().parents[2]
 
 _REQUESTS = {
     "traces": ExportTraceServiceRequest,

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import requests
-from binaries import CACHE
-from stack import free_ports
+
+from verl_otel.stack.binaries import CACHE
+from verl_otel.stack.ports import free_ports
 
 PACKAGE = "influxdb"
 

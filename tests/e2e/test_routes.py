@@ -7,9 +7,9 @@ import subprocess
 import time
 import urllib.parse
 import urllib.request
+from pathlib import Path
 
 import pytest
-from binaries import ROOT, binary
 from collectors import TO_FILES, Collector
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -19,8 +19,12 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import Status, StatusCode, set_span_in_context
-from stack import free_ports
 from test_outages import eventually
+
+from verl_otel.stack.binaries import binary
+from verl_otel.stack.ports import free_ports
+
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.stack
 

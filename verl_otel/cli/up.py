@@ -139,7 +139,7 @@ def _check_python() -> None:
         except importlib.metadata.PackageNotFoundError:
             missing.append(package)
     if missing:
-        raise StackError(f"{', '.join(missing)} not installed here: pip install 'verl-otel[mlflow]' 'mlflow>=3.14,<4'")
+        raise StackError(f"{', '.join(missing)} not installed here: pip install 'verl-otel[stack]'")
 
 
 def _stay(stack: Stack) -> int:
