@@ -123,6 +123,22 @@ def test_rules_select_only_metrics_that_exist_or_were_recorded_before():
     assert "verl_kl_divergence" in metrics and len(metrics) > 20
 
 
+def test_what_is_judged_by_values_waits_for_the_first_steps_and_is_of_all_ranks():
+    of_values = {"VerlStraggler", "VerlGpuUnderused"}
+    for alert in alerts_in(RULES):
+        if 'rank="all"' in alert["expr"] or alert["alert"] in of_values:
+            of_values.add(alert["alert"])
+            (steps,) = re.findall(r"\nand on \([^)]+\) verl:steps:total >= (\d+)", alert["expr"])
+            assert int(steps) >= 5, alert["alert"]
+            for name, matchers in re.findall(r"\b(verl_\w+)\{([^}]*)\}", alert["expr"]):
+                assert 'rank="all"' in matchers, f"{alert['alert']}: {name}"
+            assert not re.search(r"\bverl_\w+\[", alert["expr"]), alert["alert"]
+    assert NAMES - of_values == {
+        *("VerlRunHung", "VerlStageSlow", "VerlStepTimeHigh", "VerlNonFinite", "VerlRankMissing", "VerlTelemetryLoss"),
+        *("VerlGpuMemoryHigh", "VerlGpuEccErrors", "VerlGpuXid", "VerlCollectorQueueFilling"),
+    }
+
+
 def test_every_alert_has_what_a_message_needs():
     for alert in alerts_in(RULES):
         about_a_run = alert["alert"] != "VerlCollectorQueueFilling" and "component" not in alert["labels"]
