@@ -18,7 +18,7 @@ DRIVER = {"RAY_AUTH_MODE": "token"}
 """What a driver needs to join the test bed's clusters."""
 
 INSIDE = """
-import json, subprocess, sys
+import json, os, subprocess, sys
 import ray
 
 ray.init(sys.argv[1])
@@ -26,7 +26,8 @@ ray.init(sys.argv[1])
 @ray.remote(num_cpus=0)
 class Worker:
     def look(self):
-        command = [sys.executable, "-m", "verl_otel.cli", "doctor", "--json"]
+        instrument = os.path.join(os.path.dirname(sys.executable), "opentelemetry-instrument")  # not inherited
+        command = [instrument, sys.executable, "-m", "verl_otel.cli", "doctor", "--json"]
         return subprocess.run(command, capture_output=True, text=True).stdout
 
 print(json.dumps(json.loads(ray.get(Worker.remote().look.remote()))))

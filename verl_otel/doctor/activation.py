@@ -137,7 +137,8 @@ def _here(asked: Asked) -> Iterator[Finding]:
         yield warning(
             "VO-WORKER-NOT-INSTRUMENTED",
             f"this process belongs to an instrumented run ({config.ACTIVE} is set), and is not instrumented",
-            "something in the job's runtime_env takes PYTHONPATH away: put the folder of "
+            f"what a worker starts is not by itself: {COMMAND} verl-otel doctor. If the worker is not either, "
+            "the job's runtime_env takes PYTHONPATH away: put the folder of "
             "opentelemetry.instrumentation.auto_instrumentation in front of it",
         )
     else:
