@@ -15,7 +15,7 @@ from typing import Any
 from verl_otel.alerts.thresholds import seconds
 from verl_otel.semconv import registry
 from verl_otel.semconv.prometheus import prometheus_name
-from verl_otel.semconv.stages import STEP_TIMER
+from verl_otel.semconv.stages import PAUSE_TIMER, STEP_TIMER
 
 RUN = "verl_run_id, verl_run_attempt, verl_project_name, verl_experiment_name"
 STAGE = "stage, verl_timer"
@@ -34,7 +34,8 @@ DCGM_XID = "DCGM_FI_DEV_XID_ERRORS"
 """NVIDIA's dcgm-exporter: code of the last XID of a GPU, 0 for none. NVML, which we read, tells nobody of it later."""
 
 COLLECTOR_LOSSES = tuple(
-    f"otelcol_exporter_{what}_failed_{items}_total"
+    f"otelcol_exporter_{what}_failed_{items}{suffix}"
+    for suffix in ("", "_total")  # by the Collector's version and settings
     for what in ("send", "enqueue")
     for items in ("spans", "metric_points", "log_records")
 )
@@ -156,13 +157,19 @@ def recorded(run: Any) -> list[dict[str, str]]:
 # ---- the alerts, under their limits; the value of the expression is the alert's value
 
 
+def _at_work(p: Parameters) -> str:
+    """The stages that run, but for the pause that somebody has asked for."""
+    return p.recorded("verl:stage_active:seconds", f'verl_timer!="{PAUSE_TIMER}"')
+
+
 def run_hung(p: Parameters) -> str:
     active, usual = p.recorded("verl:stage_active:seconds"), p.recorded("verl:stage_usual:seconds")
+    at_work = _at_work(p)
     times, at_least = p["times_usual"], p.seconds("at_least")
     step = p.recorded("verl:stage_usual:seconds", f'verl_timer="{STEP_TIMER}"')
     return _any(
-        f"{active} > clamp_min({times} * {usual}, {at_least})",
-        f"({active} > {p.seconds('never_timed')} unless {usual})",
+        f"{at_work} > clamp_min({times} * {usual}, {at_least})",
+        f"({at_work} > {p.seconds('never_timed')} unless {usual})",
         # Between two steps, in no stage: loading of data, for example.
         f"(time() - {p.recorded('verl:last_step:timestamp_seconds')} > on ({RUN}) "
         f"clamp_min({times} * {step}, {at_least}) unless on ({RUN}) {active})",
@@ -170,8 +177,8 @@ def run_hung(p: Parameters) -> str:
 
 
 def stage_slow(p: Parameters) -> str:
-    active, usual = p.recorded("verl:stage_active:seconds"), p.recorded("verl:stage_usual:seconds")
-    return f"{active} > clamp_min({p['times_usual']} * {usual}, {p.seconds('at_least')})"
+    usual = p.recorded("verl:stage_usual:seconds")
+    return f"{_at_work(p)} > clamp_min({p['times_usual']} * {usual}, {p.seconds('at_least')})"
 
 
 def throughput_low(p: Parameters) -> str:

@@ -30,16 +30,18 @@ class Alert:
     """A label that tells it from the alert of the same name about runs."""
 
 
-def _listing(query: str, line: str, limit: int = 5) -> str:
+def _listing(query: str, line: str, limit: int = 5, order: str = "") -> str:
     """A template that asks Prometheus, and has a line for each of the largest series of the answer.
 
     Args:
         query: with `%[1]q` for the run's id, `%[2]q` for the worker group, and `[fresh]`, `[remember]` for durations;
             quotes in it are single ones.
         line: with `.Labels` and `.Value`.
+        order: a label by which they are sorted, where many have the same value, and Prometheus any order.
     """
     given = "$labels.verl_run_id" + (" $labels.verl_worker_group" if "%[2]q" in query else "")
-    return f'{{{{ range printf "topk({limit}, {query})" {given} | query }}}} {line};{{{{ end }}}}'
+    ordered = f' | sortByLabel "{order}"' if order else ""
+    return f'{{{{ range printf "topk({limit}, {query})" {given} | query{ordered} }}}} {line};{{{{ end }}}}'
 
 
 def _alerts() -> Iterable[Alert]:
@@ -143,6 +145,7 @@ def _alerts() -> Iterable[Alert]:
         + _listing(
             f"sum by (metric, rank, stage) ({non_finite}{{{of_run}}})",
             "{{ .Labels.metric }} in stage {{ .Labels.stage }} on rank {{ .Labels.rank }}: {{ .Value }}",
+            order="rank",
         ),
         "{{ $value }}",
     )
@@ -155,6 +158,7 @@ def _alerts() -> Iterable[Alert]:
             f"max by (rank, host_name) (last_over_time({of_group}[remember])) "
             f"unless on (rank) max by (rank) (last_over_time({of_group}[fresh]))",
             "rank {{ .Labels.rank }}, last on {{ .Labels.host_name }}",
+            order="rank",
         ),
         "{{ $value }} ranks",
     )
