@@ -184,6 +184,20 @@ def test_an_interrupted_up_leaves_nothing(verl_otel, end):
     assert verl_otel.left() == []
 
 
+def test_ctrl_c_just_when_a_program_begins_leaves_nothing(verl_otel, monkeypatch):
+    """The signal comes between the program's beginning and our knowing it."""
+    started = Process.start
+
+    def start_and_interrupt(*arguments):
+        process = started(*arguments)
+        signal.raise_signal(signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(Process, "start", start_and_interrupt)
+    assert verl_otel("up", "--free-ports").returncode == 130
+    assert verl_otel.left() == []
+
+
 def test_in_the_foreground_it_stays_tells_of_a_crash_and_stops_everything(verl_otel):
     command = verl_otel.line("up", "--free-ports", "--foreground")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as up:

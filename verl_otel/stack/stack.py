@@ -10,7 +10,7 @@ from pathlib import Path
 
 from verl_otel.stack import StackError, binaries, ports, state
 from verl_otel.stack.configuration import DEPLOY
-from verl_otel.stack.processes import Process
+from verl_otel.stack.processes import Process, uninterrupted
 from verl_otel.stack.services import SERVICES
 
 RULES = DEPLOY / "prometheus" / "alerts.yaml"
@@ -163,8 +163,9 @@ class Stack:
         command, own = SERVICES[name].start(self)
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OTEL_", "VERL_OTEL_", "TRACEPARENT"))}
         environment = {**inherited, **self.environment, **own}
-        self.processes[name] = Process.start(command, environment, self.folder, self.log(name))
-        self._note()
+        with uninterrupted():
+            self.processes[name] = Process.start(command, environment, self.folder, self.log(name))
+            self._note()
 
     def _wait(self, name: str) -> None:
         deadline = time.monotonic() + _SECONDS_TO_START
