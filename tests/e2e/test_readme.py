@@ -3,6 +3,7 @@
 import re
 import subprocess
 import urllib.request
+import zipfile
 from pathlib import Path
 
 import bed
@@ -18,6 +19,8 @@ COMMANDS = {
     "make demo": "test_make_demo_prints_where_things_are",
     "make test": "what runs this test",
     "make demo-stack": "test_make_demo_stack_prints_links",
+    "pip install 'verl-otel[stack]'": "test_the_package_installs_with_its_extras",
+    "verl-otel up": "test_up.py",
     "export OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4318": "test_stack.py",
 }
 
@@ -52,7 +55,13 @@ def test_the_package_installs_with_its_extras(tmp_path):
     subprocess.run([*uv, "build", "--wheel", "-o", tmp_path, "--no-build-isolation", "--python", bed.PYTHON, bed.ROOT],
                    check=True, capture_output=True, timeout=120)  # fmt: skip
     (wheel,) = tmp_path.glob("verl_otel-*.whl")
-    command = [*uv, "pip", "install", "--dry-run", "--python", bed.PYTHON, f"verl-otel[report,mlflow] @ file://{wheel}"]
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = [
+            archive.read(name).decode() for name in archive.namelist() if name.endswith(".dist-info/METADATA")
+        ]
+    extras = ",".join(re.findall(r"^Provides-Extra: (.+)$", metadata, re.M))
+    assert {"report", "stack"} <= set(extras.split(","))
+    command = [*uv, "pip", "install", "--dry-run", "--python", bed.PYTHON, f"verl-otel[{extras}] @ file://{wheel}"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     changes = [line for line in result.stderr.splitlines() if line.startswith((" + ", " - "))]
