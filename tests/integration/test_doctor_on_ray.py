@@ -23,7 +23,7 @@ import ray
 
 ray.init(sys.argv[1])
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, resources={"node:__internal_head__": 0.01})  # the node of this version
 class Worker:
     def look(self):
         instrument = os.path.join(os.path.dirname(sys.executable), "opentelemetry-instrument")  # not inherited
