@@ -41,6 +41,7 @@ NOTHING_IF_ALL_IS_WELL = {
     (uids.TELEMETRY, "Failures that were stopped"),
     (uids.FLEET, "Runs", "H"),  # alerts
     (uids.FLEET, "Stages that run now"),
+    (uids.FLEET, "Longest since a step"),
     (uids.STAGES, "Stages that run now"),
 }
 """Queries that filter for what does not happen in a run where all is well, or which has ended."""
@@ -125,6 +126,12 @@ def test_stages_are_shown_while_they_run_and_not_after(prometheus, ppo_run, time
     assert "setup" in shown and len(shown) > 1
     assert max(shown["setup"]) < min(at for timer, seen in shown.items() if timer != "setup" for at in seen) + 10
     assert prometheus.run(query, values_of(query, "ppo-run"), *times) == []
+
+
+def test_the_time_since_a_step_is_shown_while_a_run_trains(prometheus, ppo_run, times):
+    (query,) = (query for query in QUERIES if query.panel == "Longest since a step")
+    (during,) = prometheus.run(dataclasses.replace(query, instant=False), values_of(query, "ppo-run"), *times, step=1)
+    assert all(0 <= float(value) < 120 for _, value in during["values"])
 
 
 def test_a_run_that_has_ended_is_still_in_the_table_as_silent(prometheus, ppo_run, times):
