@@ -1,11 +1,13 @@
 """50 steps against each misbehaving endpoint, and how long the process then takes to end. Aim: within 5 % of the time
 without telemetry; 5 s.
 
-These machines are not the same for a minute, so each training has a twin without telemetry beside it, and the two take
-turns of five steps; the ratio is the median of those of the turns. What telemetry costs in CPU time, in all threads and
-in the turns of the twin as well, stands beside it: it does not depend on how long a step is.
+These machines are not the same for a minute, so all trainings, and two without telemetry among them, take turns of
+five steps; a turn is compared with the mean of those two in the same round, and the ratio is the median of the rounds.
+The two beside each other say how far from 1 a ratio is without any cause. What does not depend on the machine's other
+work is the CPU time of telemetry's threads: the training can lose no more than that, besides the microseconds that
+`hooks.py` measures, and it does not depend on how long a step is.
 
-Argument: seconds of a step (default 0.8; all endpoints then take eighteen minutes). Real steps are longer.
+Argument: seconds of a step (default 1; all then take a quarter of an hour). Most real ones are longer.
 """
 
 import atexit
@@ -15,6 +17,7 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -28,7 +31,6 @@ from otlp_server import FAULTS, Server
 STEPS, TURN = 50, 5
 """Steps of a training, and how many of them are a turn."""
 
-WITHOUT = "without telemetry"
 MATRIX = np.random.default_rng(0).random((160, 160))
 
 
@@ -54,10 +56,10 @@ def train(repeat, turns, done):
     atexit.register(print_end)
     tracking = Tracking("bench", "faults", default_backend=[], config={})
     values = {f"group_{i % 7}/metric_{i}": float(i) for i in range(100)}
-    seconds, cpu = [], 0.0
+    seconds, before = [], None
     for first in range(1, STEPS + 1, TURN):
         os.read(turns, 1)
-        cpu = cpu or time.process_time()
+        before = cpu_of_others() if first > 1 and before is None else before
         start = time.perf_counter()
         for step in range(first, first + TURN):
             timing = {}
@@ -67,15 +69,21 @@ def train(repeat, turns, done):
         seconds.append(time.perf_counter() - start)
         os.write(done, b".")
     os.read(turns, 1)
-    print(json.dumps({"seconds": seconds, "cpu": time.process_time() - cpu, "end": time.time()}), flush=True)
+    print(json.dumps({"seconds": seconds, "cpu": cpu_of_others() - before, "end": time.time()}), flush=True)
+
+
+def cpu_of_others():
+    """Seconds of CPU of all threads but this one."""
+    others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in others)
 
 
 class Training:
     """A training in a forked process, which has imported verl already."""
 
-    def __init__(self, folder, repeat, endpoint):
+    def __init__(self, output, repeat, endpoint):
         """`endpoint` None: without telemetry."""
-        self.output = Path(folder) / ("with" if endpoint is not None else "without")
+        self.output = output
         turns, self._turns = os.pipe()
         self._done, done = os.pipe()
         self._pid = os.fork()
@@ -84,7 +92,7 @@ class Training:
             atexit._clear()  # what is registered is the parent's
             for descriptor in (1, 2):
                 os.dup2(os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), descriptor)
-            os.chdir(folder)
+            os.chdir(output.parent)
             if endpoint is not None:
                 os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
                 from verl_otel import VerlInstrumentor
@@ -114,14 +122,7 @@ class Training:
         return found
 
 
-def measure(fault, folder, repeat):
-    """What a training said at its end, with this endpoint and without telemetry."""
-    with Server() as server:
-        without, with_it = Training(folder, repeat, None), Training(folder, repeat, server.url_of(fault))
-        for turn in range(STEPS // TURN):
-            for training in (without, with_it) if turn % 2 else (with_it, without):
-                training.turn()
-        return without.end(), with_it.end()
+WITHOUT = ("no telemetry", "no telemetry either")
 
 
 def main(work):
@@ -131,28 +132,37 @@ def main(work):
     start = time.perf_counter()
     compute(2000)
     repeat = max(1, round(2000 * work / (time.perf_counter() - start)))
-    columns = (("s/step", 9), ("with", 9), ("ratio", 8), ("+ cpu ms", 10), ("exit s", 8))
+    names = [WITHOUT[0], "", *FAULTS]
+    names.insert(len(names) // 2, WITHOUT[1])
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        trainings = {}
+        for name in names:
+            endpoint = None if name in WITHOUT else stack.enter_context(Server()).url_of(name)
+            trainings[name] = Training(folder / f"{name.replace(' ', '_')}.output", repeat, endpoint)
+        for turn in range(STEPS // TURN):
+            print(f"\rround {turn + 1} of {STEPS // TURN}", end="", flush=True)
+            for name in names if turn % 2 else reversed(names):
+                trainings[name].turn()
+        found = {name: training.end() for name, training in trainings.items()}
+    base = [statistics.mean(both) for both in zip(*(found[name]["seconds"] for name in WITHOUT), strict=True)]
+    columns = (("s/step", 9), ("ratio", 8), ("cpu ms/step", 13), ("exit s", 8))
     columns += (("delivered", 11), ("spooled", 9), ("dropped", 9))
-    print(f"\n{'endpoint':<20}" + "".join(f"{name:>{width}}" for name, width in columns), flush=True)
-    for fault in ("", *FAULTS):
-        with tempfile.TemporaryDirectory() as folder:
-            without, with_it = measure(fault, folder, repeat)
-        ratios = [one / base for base, one in zip(without["seconds"], with_it["seconds"], strict=True)]
+    print(f"\r{'endpoint':<20}" + "".join(f"{name:>{width}}" for name, width in columns), flush=True)
+    for name, one in found.items():
+        ratios = [its / of_base for its, of_base in zip(one["seconds"], base, strict=True)]
         counts = Counter()
-        for _, outcome, _, items in with_it["counts"]:
+        for _, outcome, _, items in one["counts"]:
             counts[outcome] += items
-        row = [f"{statistics.median(one['seconds']) / TURN:.3f}" for one in (without, with_it)]
-        row += [
+        row = (
+            f"{statistics.median(one['seconds']) / TURN:.3f}",
             f"{statistics.median(ratios):.3f}",
-            f"{1000 * (with_it['cpu'] - without['cpu']) / STEPS:.1f}",
-            f"{with_it['left'] - with_it['end']:.2f}",
-        ]
-        row += [counts["delivered"], counts["spooled"] - counts["replayed"], counts["dropped"]]
-        print(
-            f"{fault or 'well':<20}" + "".join(f"{x:>{width}}" for x, (_, width) in zip(row, columns, strict=True)),
-            flush=True,
+            f"{1000 * one['cpu'] / (STEPS - TURN):.1f}",
+            f"{one['left'] - one['end']:.2f}",
         )
+        row += (counts["delivered"], counts["spooled"] - counts["replayed"], counts["dropped"])
+        print(f"{name or 'well':<20}" + "".join(f"{x:>{width}}" for x, (_, width) in zip(row, columns, strict=True)))
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]) if len(sys.argv) > 1 else 0.8)
+    main(float(sys.argv[1]) if len(sys.argv) > 1 else 1.0)
