@@ -3,8 +3,8 @@ without telemetry; 5 s.
 
 These machines are not the same for a minute, so all trainings, and two without telemetry among them, take turns of
 five steps; a turn is compared with the mean of those two in the same round, and the ratio is the median of the rounds.
-The two beside each other say how far from 1 a ratio is without any cause. The CPU time is that of telemetry's own threads, in
-the turns of the others too, in which they go on exporting every ten seconds.
+The two beside each other say how far from 1 a ratio is without any cause. The CPU time is that of telemetry's own
+threads, in the turns of the others too, in which they go on exporting every ten seconds.
 
 Argument: seconds of a step (default 1; all then take a quarter of an hour). Most real ones are longer.
 """
