@@ -10,6 +10,7 @@ import base64
 import hashlib
 import hmac
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -30,7 +31,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Robot:
+class Robot(ABC):
     """A group robot. The URL has its key in it, and is as secret as `secret`."""
 
     url: str = field(repr=False)
@@ -71,9 +72,9 @@ class Robot:
         """Whether a message goes whole into one request."""
         return message.fits(self.line_end, self._room(message), self.size)
 
+    @abstractmethod
     def request(self, message: Message, now: float) -> tuple[str, dict[str, Any]]:
         """The URL, and the JSON to post there at `now` (Unix time in seconds)."""
-        raise NotImplementedError
 
     def _text(self, message: Message) -> str:
         text = message.text(self.line_end, self._room(message), self.size)
