@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 
 SCOPE = "verl_otel"
 
+_KILLED = frozenset({"KeyboardInterrupt", Terminated.__qualname__})
+"""Exceptions by which somebody ends a run from outside."""
+
 _EXIT_SHARE = {LAUNCHER: 0.3, TRAINER: 0.7, OTHER: 0.7}  # they end one after the other: together they keep the limit
 
 
@@ -249,7 +252,7 @@ class Telemetry:
         self.flusher.request()
 
     def run_finished(self, error: BaseException | None, state: str | None = None) -> None:
-        """Emit `verl.run.finished`, once per process: `finished`, or `failed` with the exception."""
+        """Say how the run has ended, once per process: `verl.run.finished` with the exception, `verl.run.end_time`."""
         if not self._run_finished:
             self._finish_run(failure_of(error), state)
 
@@ -263,10 +266,16 @@ class Telemetry:
         if self.control is not None:
             self.control.close()
             state = "stopped" if self.control.stopping and not failure else state
-        attributes = {**self.event_attributes, attr.RUN_STATE: state or ("failed" if failure else "finished")}
-        severity = SeverityNumber.ERROR if failure else SeverityNumber.INFO
+        if state is None:
+            killed = failure.get("exception.type") in _KILLED
+            state = "killed" if killed else "failed" if failure else "finished"
+        now = time.time_ns()
+        labels = {attr.RANK: attr.ALL_RANKS, attr.STAGE: "other", attr.MODEL_TYPE: "none", attr.RUN_STATE: state}
+        self.background.defer(self.instruments.set, names.RUN_END_TIME, labels, now / 1e9)
+        attributes = {**self.event_attributes, attr.RUN_STATE: state}
+        severity = SeverityNumber.ERROR if state == "failed" else SeverityNumber.INFO
         self.recorder.finish()
-        self.background.defer(self._emit_finished, failure, attributes, severity, time.time_ns())
+        self.background.defer(self._emit_finished, failure, attributes, severity, now)
 
     def _emit_finished(
         self, body: dict[str, Any], attributes: dict[str, Any], severity: SeverityNumber, now: int
@@ -315,8 +324,9 @@ class Telemetry:
         if self._on_termination is not None:
             self._on_termination.stop()
         self.sft.close(error)
-        if self._run_started:
-            self.run_finished(error)  # trainers without an end that we see, such as SFT
+        # Trainers without an end that we see, such as SFT; and where Ray kills the trainer, since the launcher ends.
+        if self._run_started or (self._run_span is not None and type(error).__qualname__ in _KILLED):
+            self.run_finished(error)
         self._run_finished = True
         if self._run_span is not None:
             fail(self._run_span, error)
@@ -331,7 +341,10 @@ class Telemetry:
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return  # a forked child has none of the threads that it would wait for
-        self._end(getattr(sys, "last_value", None))  # the exception that ends the interpreter, if any
+        error = getattr(sys, "last_value", None)  # the exception that ends the interpreter, if any
+        if error is None and self._on_termination is not None and self._on_termination.ray_exits():
+            error = Terminated("by SIGTERM")
+        self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
         try:

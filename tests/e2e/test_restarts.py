@@ -91,6 +91,21 @@ def test_a_resumed_run_is_the_same_run_in_its_next_attempt(stack, resumed):
 
 
 @pytest.mark.stack
+def test_how_each_attempt_has_ended_is_in_prometheus(stack, resumed):
+    def ask():
+        found = prometheus(stack, 'last_over_time(verl_run_end_time_seconds{verl_project_name="resumed"}[1h])')
+        return found if len(found) == 2 else None
+
+    ends = [(s["metric"], float(s["value"][1])) for s in eventually(ask)]
+    assert {(labels["verl_run_attempt"], labels["verl_run_state"]) for labels, _ in ends} == {
+        ("1", "finished"),
+        ("2", "finished"),
+    }
+    first, second = sorted(at for _, at in ends)
+    assert second - first > 1
+
+
+@pytest.mark.stack
 def test_counters_of_attempts_are_series_of_their_own_and_their_sum_is_the_work_done(stack, resumed):
     def tokens(run):
         return sum(values.get("perf/total_num_tokens", 0) for values in run.printed().values())

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import urllib.request
 from pathlib import Path
+from signal import SIGINT, SIGTERM, default_int_handler, signal
 
 import bed
 import pytest
@@ -123,3 +124,46 @@ def test_ray_serves_its_own_metrics_as_it_does_without_us(tmp_path, ray_folder):
     assert len(without_us) > 60
     assert len(with_us & without_us) > 0.9 * len(without_us), sorted(without_us - with_us)
     assert not [line for path in tmp_path.rglob("*.jsonl") for line in path.open() if '"ray_' in line]
+
+
+INTERRUPTED = """
+import ray, sys, time
+from verl.utils.tracking import Tracking
+ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100_000_000, _temp_dir=sys.argv[1],
+         logging_level="ERROR")
+
+@ray.remote
+class TaskRunner:
+    def run(self):
+        tracking = Tracking("project", "experiment", default_backend=["console"], config={"trainer": {"nnodes": 1}})
+        tracking.log({"actor/loss": 1.0}, step=1)
+        print("trains", flush=True)
+        time.sleep(600)
+
+ray.get(TaskRunner.remote().run.remote())
+"""
+
+
+@pytest.mark.parametrize(("number", "what"), [(SIGINT, "KeyboardInterrupt"), (SIGTERM, "Terminated")])
+def test_a_run_whose_launcher_is_ended_has_ended(tmp_path, ray_folder, number, what):
+    """Ray kills the trainer with it, which can say nothing any more."""
+    process = subprocess.Popen(
+        [bed.INSTRUMENT, sys.executable, "-c", INTERRUPTED, ray_folder],
+        env=bed.clean_environment(VERL_OTEL_FOLDER=str(tmp_path)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal(SIGINT, default_int_handler),
+    )
+    try:
+        assert any("trains" in line for line in process.stdout)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    recording = reader.load(tmp_path)
+    (end,) = recording.events_named("verl.run.finished")
+    assert end.attributes["verl.run.state"] == "killed" and end.body["exception.type"] == what
+    assert end.resource["verl.process.role"] == "launcher"
+    (run,) = [span for span in recording.spans if span.name == "verl.run"]
+    assert run.error.startswith(what)

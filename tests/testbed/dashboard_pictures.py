@@ -29,7 +29,14 @@ from verl_otel.stack.stack import Stack
 RUN, PROJECT, EXPERIMENT = "20261130-081500-3fa9c1", "arithmetic", "tiny-ppo"
 WIDTH, ROW, GAP, TOP = 1600, 30, 6, 92
 COLORS = ["#73BF69", "#F2CC0C", "#5794F2", "#FF9830", "#F2495C", "#B877D9", "#8AB8FF", "#FFA6B0", "#CA95E5", "#96D98D"]
-NAMED = {"green": "#73BF69", "orange": "#FF9830", "red": "#F2495C", "blue": "#5794F2", "text": "#D8D9DA"}
+NAMED = {
+    "green": "#73BF69",
+    "orange": "#FF9830",
+    "red": "#F2495C",
+    "blue": "#5794F2",
+    "purple": "#B877D9",
+    "text": "#D8D9DA",
+}
 NAMED["transparent"] = "rgba(0,0,0,0)"
 SHOWN: dict[str, dict[str, str]] = {"verl-hardware": {}, "verl-fleet": {}}
 """uid -> what is chosen; otherwise the real run."""

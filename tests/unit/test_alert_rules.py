@@ -135,7 +135,7 @@ def test_what_is_judged_by_values_waits_for_the_first_steps_and_is_of_all_ranks(
             assert not re.search(r"\bverl_\w+\[", alert["expr"]), alert["alert"]
     assert NAMES - of_values == {
         *("VerlRunHung", "VerlStageSlow", "VerlStepTimeHigh", "VerlNonFinite", "VerlRankMissing", "VerlTelemetryLoss"),
-        *("VerlGpuMemoryHigh", "VerlGpuEccErrors", "VerlGpuXid", "VerlCollectorQueueFilling"),
+        *("VerlRunFailed", "VerlGpuMemoryHigh", "VerlGpuEccErrors", "VerlGpuXid", "VerlCollectorQueueFilling"),
     }
 
 

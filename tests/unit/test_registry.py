@@ -129,7 +129,15 @@ def test_the_keys_of_a_metric_say_all_its_attributes(metric):
 
 @each([metric for metric in METRICS if not metric.keys and metric.module != "telemetry"])
 def test_what_has_no_key_of_verl_says_where_it_comes_from(metric):
-    measured = {"verl.stage.", "verl.worker.", "verl.step.last_timestamp", "verl.process.", "hw.", "system."}
+    measured = {
+        "verl.stage.",
+        "verl.worker.",
+        "verl.step.last_timestamp",
+        "verl.process.",
+        "verl.run.",
+        "hw.",
+        "system.",
+    }
     assert "verl-otel" in metric.brief or any(metric.name.startswith(name) for name in measured)
 
 
@@ -144,7 +152,7 @@ def test_ranks_report_loss_gradient_norm_and_learning_rate_themselves():
 def test_basic_is_a_small_set_and_detailed_the_rest():
     levels = Counter(metric.level for metric in METRICS)
     assert levels["detailed"] >= 37
-    assert levels["basic"] <= 35
+    assert levels["basic"] <= 40
 
 
 # ---- verl's keys

@@ -100,3 +100,26 @@ assert signal.set_wakeup_fd(-1) == -1
 terminate()
 """
     assert run(program) == (-signal.SIGTERM, [])
+
+
+RAYS = """
+def handler(*_):
+    sys.exit(15)
+
+handler.__module__ = module
+signal.signal(15, handler)
+watching = watch()
+try:
+    terminate()
+except SystemExit:
+    say(str(watching.ray_exits()))
+"""
+
+
+@pytest.mark.parametrize(("module", "exits"), [("ray._private.worker", "True"), ("rayon", "False"), (None, "False")])
+def test_that_rays_handler_ends_the_process_is_known(module, exits):
+    assert run(f"module = {module!r}" + RAYS) == (0, sorted([exits, "flushed"]))
+
+
+def test_without_the_signal_nothing_ends_the_process():
+    assert run("say(str(watch().ray_exits()))") == (0, ["False"])

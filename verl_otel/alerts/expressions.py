@@ -130,6 +130,7 @@ def recorded(run: Any) -> list[dict[str, str]]:
         return last("verl.stage.duration", *matchers, suffix=suffix)
 
     active, last_step = last("verl.stage.active"), last("verl.step.last_timestamp")
+    sent = [f"timestamp({metric(name)})" for name in ("verl.stage.active", "verl.step.last_timestamp")]
     recent = [
         f"{_grown('verl:work:seconds_total', window, fresh)} / ({_grown('verl:steps:total', window, fresh)} > 0)"
         for window in SEVERAL_STEPS
@@ -137,6 +138,7 @@ def recorded(run: Any) -> list[dict[str, str]]:
     rules = {
         # Training goes on: the trainer is in a stage, or between two steps. Neither after `fit`.
         "verl:lives:bool": f"group by ({RUN}) ({active} or {last_step})",
+        "verl:seen:timestamp_seconds": f"max by ({RUN}) ({' or '.join(sent)})",
         "verl:last_step:timestamp_seconds": f"max by ({RUN}) ({last_step})",
         # Of this attempt, since its trainer's process counts them.
         "verl:steps:total": f"max by ({RUN}) ({duration('_count', step)}) and on ({RUN}) "
@@ -173,6 +175,26 @@ def run_hung(p: Parameters) -> str:
         # Between two steps, in no stage: loading of data, for example.
         f"(time() - {p.recorded('verl:last_step:timestamp_seconds')} > on ({RUN}) "
         f"clamp_min({times} * {step}, {at_least}) unless on ({RUN}) {active})",
+    )
+
+
+def run_failed(p: Parameters) -> str:
+    """Seconds since the trainer said that it has failed, or sent its last without having said that it ends."""
+    remember = p["remember"]
+
+    def ended(*matchers: str) -> str:
+        return f"max by ({RUN}) (last_over_time({p.series('verl.run.end_time', *matchers)}[{remember}]))"
+
+    def since(when: str, state: str) -> str:
+        return f'label_replace(time() - {when}, "verl_run_state", "{state}", "", "")'
+
+    seen = f"max by ({RUN}) (max_over_time({p.recorded('verl:seen:timestamp_seconds')}[{remember}]))"
+    silent = p.above("silent_seconds", since(seen, "lost"))
+    lost = silent and f"({silent} unless on ({RUN}) {ended()})"
+    failed = since(ended('verl_run_state="failed"'), "failed")
+    # Not where it was started again.
+    return (
+        f"{_any(failed, lost)}\nunless on (verl_run_id) ({p.recorded('verl:lives:bool')} unless on ({RUN}) {ended()})"
     )
 
 

@@ -61,6 +61,16 @@ def _alerts() -> Iterable[Alert]:
         "{{ $value | humanizeDuration }}",
     )
     yield Alert(
+        "VerlRunFailed",
+        expressions.run_failed,
+        f'{run} {{{{ if eq $labels.verl_run_state "lost" }}}}is lost{{{{ else }}}}has failed{{{{ end }}}}',
+        '{{ if eq $labels.verl_run_state "lost" }}Its trainer has sent nothing for {{ $value | humanizeDuration }}, '
+        "and never said that it ends: it was killed, ran out of memory, or its node or its Collector is gone."
+        "{{ else }}An exception has ended it, {{ $value | humanizeDuration }} ago; the event verl.run.finished has it, "
+        "and so has its run in MLflow.{{ end }}",
+        "{{ $value | humanizeDuration }} ago",
+    )
+    yield Alert(
         "VerlStageSlow",
         expressions.stage_slow,
         f"{run}: {in_stage} takes long",

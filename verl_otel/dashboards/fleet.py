@@ -11,6 +11,8 @@ from verl_otel.semconv import attributes as attr
 from verl_otel.semconv.stages import STEP_TIMER
 
 _NAMES = (attr.PROJECT_NAME, attr.EXPERIMENT_NAME)
+_ENDS = {-4: ("failed", "red"), -3: ("killed", "purple"), -2: ("stopped", "blue"), -1: ("finished", "text")}
+"""How a run may have ended, by the number that stands for it."""
 _RUN_ID, _ATTEMPT = (queries.label(attribute) for attribute in queries.RUN)
 
 
@@ -70,6 +72,15 @@ def board(mlflow: str) -> Dashboard:
     return board
 
 
+def _state() -> str:
+    """How a run has ended, as one of `_ENDS`; of one that has not, the seconds for which it has been silent."""
+    ends = [
+        f"{queries.last('verl.run.end_time', {attr.RUN_STATE: queries.equal(state)})} * 0 + {code}"
+        for code, (state, _) in _ENDS.items()
+    ]
+    return " or ".join([*ends, queries.silent_for()])
+
+
 def _runs() -> Panel:
     def with_names(expression: str) -> str:
         """The query, with the names of each run."""
@@ -81,8 +92,12 @@ def _runs() -> Panel:
     columns = [
         Column(
             "State",
-            with_names(queries.silent_for()),
-            mappings=states((None, FRESH, "reporting", "green"), (FRESH, None, "silent", "text")),
+            with_names(_state()),
+            mappings=states(
+                *((code, code, state, color) for code, (state, color) in _ENDS.items()),
+                (0, FRESH, "reporting", "green"),
+                (FRESH, None, "silent", "orange"),
+            ),
         ),
         Column("Step", with_names(queries.last("verl.training.step", REDUCED)), "none"),
         Column(
@@ -108,7 +123,8 @@ def _runs() -> Panel:
     }
     about = About(
         f"Attempts of all chosen runs within the time range. reporting: something was sent in the last {FRESH} s; "
-        "silent: nothing was, so that the run has ended or is lost. Click on a run to look into it."
+        "silent: nothing was, and nothing said that it ends, so that it is lost; otherwise how it has ended. Click on "
+        "a run to look into it."
     )
     return rows("Runs", keys, columns, about, links=links, height=9)
 

@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from types import FrameType
@@ -40,6 +41,7 @@ class OnTermination:
         self._flush, self._close = flush, close
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
+        self._ray_exits = False
         self._handler = self._handle  # one object: bound methods are made anew each time
         found = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         if found != -1:  # an event loop's
@@ -48,6 +50,12 @@ class OnTermination:
             signal.signal(SIGNAL, self._handler)
         threading.Thread(target=self._watch, name="verl-otel-termination", daemon=True).start()
         _at_fork(weakref.WeakMethod(self._in_child))
+
+    def ray_exits(self) -> bool:
+        """Whether the signal has come, and Ray's handler ends the process by `SystemExit`, which exit handlers cannot
+        see. (A handler of the user's may do whatever it likes.)"""
+        time.sleep(0.01)  # the thread may have read of the signal, and wait for the interpreter
+        return self._ray_exits
 
     def stop(self) -> None:
         """Watch no longer; what was found is put back. In the main thread only, elsewhere nothing happens."""
@@ -81,6 +89,7 @@ class OnTermination:
                 ctypes.CDLL(None).signal(SIGNAL, signal.SIG_DFL)  # Python lets only its main thread do that
                 os.kill(os.getpid(), SIGNAL)
             elif SIGNAL in arrived and callable(handler):
+                self._ray_exits = str(getattr(handler, "__module__", "")).startswith("ray.")
                 self._call(self._flush)
         os.close(self._read)
 
