@@ -2,24 +2,20 @@
 
 import collections
 import os
-import subprocess
-import sys
 import time
 
-import bed
 import pytest
 import requests
+from asking import eventually
 from bridge_runs import VerlRun, log_request
 from collectors import TO_FILES, Collector
 from kafka_broker import Kafka
-from test_outages import TRAINER, eventually
+from steady import PER_SECOND, steady_trainer
 
 pytestmark = [pytest.mark.run, pytest.mark.stack]
 
 AWAY = float(os.environ.get("VERL_OTEL_TEST_AWAY", 10))
 """Seconds for which the broker is away; 60 for the full measurement."""
-
-PER_SECOND = 5
 
 
 @pytest.fixture(scope="module")
@@ -49,32 +45,13 @@ def agent(kafka, tmp_path_factory):
 def steps(kafka, agent, gateway, tmp_path_factory):
     """Number of steps of a run during which the broker was killed and came back."""
     folder = tmp_path_factory.mktemp("steady")
-    (folder / "trainer.py").write_text(TRAINER)
-    environment = bed.clean_environment(
-        OTEL_EXPORTER_OTLP_ENDPOINT=agent.url,
-        VERL_OTEL_RUN_ID="steady",
-        VERL_FILE_LOGGER_ROOT=str(folder / "logs"),
-        PER_SECOND=str(PER_SECOND),
-    )
-    log = (folder / "run.log").open("wb")
-    trainer = subprocess.Popen(
-        [bed.INSTRUMENT, sys.executable, "trainer.py"], cwd=folder, env=environment, stdout=log, stderr=log
-    )
-    try:
+    with steady_trainer(folder, agent.url) as end:
         assert eventually(lambda: step_events(gateway), 240), (folder / "run.log").read_text() + agent.log + gateway.log
         kafka.kill()
         time.sleep(AWAY)
-        assert trainer.poll() is None
         kafka.start()
         time.sleep(2)
-        (folder / "enough").touch()
-        assert trainer.wait(60) == 0
-    finally:
-        trainer.kill()
-        trainer.wait()
-        log.close()
-    (last,) = [line for line in (folder / "run.log").read_text().splitlines() if line.startswith("steps ")]
-    steps = int(last.split()[1])
+        steps = end()
     assert steps > AWAY * PER_SECOND / 2
     eventually(lambda: max(step_events(gateway), default=0) == steps and len(traces(gateway)) >= steps, 120)
     return steps

@@ -5,7 +5,7 @@ import subprocess
 
 import bed
 import pytest
-from test_stack import eventually, get, prometheus
+from asking import eventually, get, prometheus
 from trees import root, traces
 
 from verl_otel.recording import reader

@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from asking import eventually
 from collectors import TO_FILES, Collector
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -19,7 +20,6 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import Status, StatusCode, set_span_in_context
-from test_outages import eventually
 
 from verl_otel.stack.binaries import binary
 from verl_otel.stack.ports import free_ports
