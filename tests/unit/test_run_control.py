@@ -1,6 +1,6 @@
 """Run control (`control/`): what a run is asked, who may ask, and what becomes of it.
 
-The loop here has verl's own conditions, of its two trainers; real runs are asked in tests/e2e/test_run_control.py.
+The loop here has verl's own conditions, of its two trainers; a real run is asked in tests/e2e/test_alert_relay.py.
 """
 
 import json
