@@ -15,10 +15,8 @@ from types import SimpleNamespace
 
 import jsonschema
 import pytest
-from test_hardware import Card, fake_nvml
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "testbed"))
 from otlp_server import spans
+from test_hardware import Card, fake_nvml
 
 from verl_otel import cli, config, hooks
 from verl_otel.doctor import (

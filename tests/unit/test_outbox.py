@@ -3,15 +3,11 @@
 import os
 import signal as signals
 import socket
-import sys
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "testbed"))
 from otlp_server import FAULTS, Server, points, records, spans, until
 
 from verl_otel.export import otlp_json, outbox
@@ -28,12 +24,6 @@ def quickly(monkeypatch):
     monkeypatch.setattr(outbox, "STALLED", 0.2)
     monkeypatch.setattr(outbox, "FIRST_PAUSE", 0.1)
     monkeypatch.setattr(outbox, "LONGEST_PAUSE", 0.4)
-
-
-@pytest.fixture
-def server():
-    with Server() as server:
-        yield server
 
 
 class Process:
