@@ -29,7 +29,7 @@ def quickly(monkeypatch):
 class Process:
     """An outbox, what was handed over to it, and what it counted."""
 
-    def __init__(self, folder, url, max_bytes=outbox.MAX_BYTES, spool_bytes=1 << 30, timeout=5, **variables):
+    def __init__(self, folder, url, max_bytes=32 << 20, spool_bytes=1 << 30, timeout=5, **variables):
         self.counts, self.given, self._lock = Counter(), Counter(), threading.Lock()
         self.folder = folder / "run" / "spool"
         environ = {
