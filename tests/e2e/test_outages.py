@@ -42,7 +42,7 @@ def trained(stack, tmp_path_factory):
     """Number of steps of a run during which everything was killed and came back."""
     folder = tmp_path_factory.mktemp("steady")
     with steady_trainer(folder, stack.url("otlp_http")) as end:
-        assert eventually(lambda: steps_in_prometheus(stack), 30), (folder / "run.log").read_text()
+        assert eventually(lambda: steps_in_prometheus(stack), 240), (folder / "run.log").read_text()
         for names in (["jaeger"], ["prometheus"], ["mlflow", "bridge"], ["collector"]):
             for name in names:
                 stack.kill(name)

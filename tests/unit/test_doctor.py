@@ -589,7 +589,7 @@ def test_what_is_too_much_to_read_is_told_by_its_size(tmp_path, monkeypatch):
 
 
 def test_an_empty_record_of_each_signal_is_known():
-    assert {otlp_json.empty(signal) for signal in ("traces", "metrics", "logs")} < runs._EMPTY
+    assert {otlp_json.empty(signal) for signal in ("traces", "metrics", "logs")} < runs.replay.NOTHING
 
 
 @pytest.mark.parametrize(
