@@ -5,7 +5,6 @@ import math
 import signal
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 
 import pytest
