@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.metrics import Counter
 from opentelemetry.sdk.metrics.export import AggregationTemporality
 from opentelemetry.sdk.resources import Resource
-from otlp_server import points, records, spans, until
+from otlp_server import points, records, spans
+from waiting import until
 
 from verl_otel import config, events
 from verl_otel.export import otlp, otlp_json, providers, reporting

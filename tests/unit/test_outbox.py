@@ -8,7 +8,8 @@ import time
 from collections import Counter
 
 import pytest
-from otlp_server import FAULTS, Server, points, records, spans, until
+from otlp_server import FAULTS, Server, points, records, spans
+from waiting import until
 
 from verl_otel.export import otlp_json, outbox
 from verl_otel.export.otlp_http import Endpoint

@@ -12,8 +12,9 @@ from pathlib import Path
 import bed
 import pytest
 import yaml
-from otlp_server import Server, until
+from otlp_server import Server
 from test_public_cases import recorded
+from waiting import until
 
 from verl_otel.background import Background
 from verl_otel.recording import reader

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from otlp_server import Server, points, records, spans, until
+from otlp_server import Server, points, records, spans
+from waiting import until
 
 from verl_otel.cli import replay as cli
 from verl_otel.export import otlp_json
