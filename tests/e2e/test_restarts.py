@@ -138,6 +138,7 @@ def without_collector(tmp_path_factory, stack, fork_server):
             "VERL_OTEL_RUN_ID": "away-run",
         },
     )
+    stack.kill("collector")  # a run that has failed early has not
     stack.restart("collector")
     assert run.returncode == 0, run.output[-4000:]
     return run
