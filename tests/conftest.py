@@ -1,6 +1,10 @@
-"""What all tests share: some of them run with every supported version of verl (see tests/matrix)."""
+"""What all tests share: testbed/, and that some run with every supported version of verl (see tests/matrix)."""
 
 import importlib.metadata
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "testbed"))
 
 
 def pytest_configure(config):

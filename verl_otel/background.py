@@ -6,16 +6,14 @@ The thread looks at what is pending every 50 ms rather than being woken: it woul
 training thread needs it.
 """
 
-import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from verl_otel import border
+from verl_otel import border, forks
 
 MAX_PENDING = 10_000
 """What may wait; more is dropped and counted."""
@@ -49,8 +47,7 @@ class Background:
         """Whether the thread is in the parent of this forked process."""
         self._start_lock = threading.Lock()
         self._start()
-        reset = weakref.WeakMethod(self._in_child)
-        os.register_at_fork(after_in_child=lambda: (call := reset()) and call())
+        forks.in_child(self._in_child)
 
     def _start(self) -> None:
         self._in_parent = False

@@ -105,9 +105,9 @@ def sdk_disabled(environ: Mapping[str, str] | None = None) -> bool:
 ONLINE, OFFLINE, DISABLED = "online", "offline", "disabled"
 
 
-def mode(environ: Mapping[str, str] | None = None) -> str:
+def mode(environ: Mapping[str, str]) -> str:
     """`online`, `offline` or `disabled`; anything else is reported, and `online` used."""
-    text = (os.environ if environ is None else environ).get(MODE, "").strip().lower()
+    text = environ.get(MODE, "").strip().lower()
     if text not in {"", ONLINE, OFFLINE, DISABLED}:
         border.warn_once(MODE, "%s=%r is not online, offline or disabled; using online", MODE, text)
     return text if text in {OFFLINE, DISABLED} else ONLINE

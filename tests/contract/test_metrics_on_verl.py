@@ -1,8 +1,6 @@
 """Our figures against verl's own: what its functions print for a batch, and what our distributions of it say."""
 
 import inspect
-import sys
-from pathlib import Path
 
 import numpy
 import pytest
@@ -11,12 +9,10 @@ from opentelemetry.sdk.metrics.export import MetricsData
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from test_hooks_on_verl import VERL, instrumented
+from verl_cpu.device import extend_torch_cpu
 
 from verl_otel import border, telemetry
 from verl_otel.metrics.distributions import Distributions
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "testbed"))
-from verl_cpu.device import extend_torch_cpu
 
 SAMPLES, PROMPT, RESPONSE = 64, 12, 20
 

@@ -10,16 +10,13 @@ import importlib.util
 import inspect
 import json
 import subprocess
-import sys
 from pathlib import Path
 
+import bed
 import pytest
 from test_hooks_on_verl import VERL, instrumented
 
 from verl_otel.semconv.stages import TRAJECTORY_TIMERS, stage_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "testbed"))
-import bed
 
 AROUND = {"start_profile", "stop_profile", "dump_rollout_generations"}
 """Timers that are no stage of ours: they become `verl.<timer>`."""

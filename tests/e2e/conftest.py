@@ -7,15 +7,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+import bed
 import pytest
 
+from verl_otel.stack.stack import Stack
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "testbed"))
 sys.path.append(str(ROOT / "tests" / "unit"))  # bridge_runs
-
-import bed  # noqa: E402
-
-from verl_otel.stack.stack import Stack  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,8 @@ import urllib.request
 import bed
 import pytest
 import yaml
+from asking import eventually, prometheus
 from robots import Robots
-from test_stack import eventually, prometheus
 
 from verl_otel.alerts import rules, thresholds
 from verl_otel.control.requests import Channel

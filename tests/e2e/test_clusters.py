@@ -5,12 +5,11 @@ import socket
 import subprocess
 import threading
 import time
-import urllib.parse
-import urllib.request
 from collections import defaultdict
 
 import bed
 import pytest
+from asking import eventually, prometheus
 from trees import assert_complete_ppo_step, assert_trajectories, orphans, root, step_traces, traces
 
 from verl_otel.recording import reader
@@ -130,23 +129,17 @@ def test_their_processes_are_different_ones(recordings):
 
 
 def test_prometheus_tells_their_series_apart_by_the_run(stack, two_runs):
-    def series():
-        sent = '{verl_run_id=~"first-run|second-run",__name__!~"verl:.+|ALERTS.*"}'  # not what rules have made of it
-        query = f"last_over_time({sent}[15m])"
-        url = f"{stack.url('prometheus')}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
-        with urllib.request.urlopen(url, timeout=30) as response:
-            return json.load(response)["data"]["result"]
+    sent = '{verl_run_id=~"first-run|second-run",__name__!~"verl:.+|ALERTS.*"}'  # not what rules have made of it
+    by_run = {}
 
-    deadline = time.monotonic() + 60
-    while True:
-        by_run = defaultdict(lambda: defaultdict(list))
-        for found in series():
+    def steps():
+        by_run.update({name: defaultdict(list) for name in RUNS})
+        for found in prometheus(stack, f"last_over_time({sent}[15m])"):
             by_run[found["metric"]["verl_run_id"]][found["metric"]["__name__"]].append(found)
-        steps = {run: [float(f["value"][1]) for f in names["verl_training_step"]] for run, names in by_run.items()}
-        if steps == {name: [4.0] for name in RUNS} or time.monotonic() > deadline:
-            break
-        time.sleep(0.5)
-    assert steps == {name: [4.0] for name in RUNS}, "one series of the step for each run, and it is the run's own"
+        return {run: [float(f["value"][1]) for f in names["verl_training_step"]] for run, names in by_run.items()}
+
+    eventually(lambda: steps() == {name: [4.0] for name in RUNS})
+    assert steps() == {name: [4.0] for name in RUNS}, "one series of the step for each run, and it is the run's own"
     names = [set(by_run[name]) for name in RUNS]
     assert names[0] == names[1] and len(names[0]) > 100
     instances = [{f["metric"]["instance"] for found in by_run[name].values() for f in found} for name in RUNS]

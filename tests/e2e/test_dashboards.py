@@ -11,7 +11,7 @@ import urllib.parse
 import grafana
 import made_up_series
 import pytest
-from test_stack import eventually, get
+from asking import eventually, get
 
 from verl_otel.dashboards import uids
 

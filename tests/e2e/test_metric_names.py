@@ -1,13 +1,10 @@
 """The registry's metrics through the real Collector to the real Prometheus: the names that they have there."""
 
-import json
 import math
-import time
-import urllib.parse
-import urllib.request
 from pathlib import Path
 
 import pytest
+from asking import eventually, prometheus
 
 from verl_otel.semconv import registry
 
@@ -50,23 +47,18 @@ def send_a_point_of_each(stack, metrics):
 def names_in_prometheus(stack):
     """otel name -> the names of its series."""
     selector = f'{{verl_run_id="{RUN_ID}",otel_name!=""}}'
-    query = urllib.parse.urlencode({"query": f"count by (__name__, otel_name) ({selector})"})
-    with urllib.request.urlopen(f"{stack.url('prometheus')}/api/v1/query?{query}", timeout=30) as response:
-        found = {}
-        for series in json.load(response)["data"]["result"]:
-            found.setdefault(series["metric"]["otel_name"], set()).add(series["metric"]["__name__"])
-        return found
+    found = {}
+    for series in prometheus(stack, f"count by (__name__, otel_name) ({selector})"):
+        found.setdefault(series["metric"]["otel_name"], set()).add(series["metric"]["__name__"])
+    return found
 
 
 def test_each_metric_has_the_name_in_prometheus_that_is_written_down(stack, tmp_path):
     metrics = registry.load().metrics
     send_a_point_of_each(stack, metrics.values())
-    deadline = time.monotonic() + 60
-    while (found := names_in_prometheus(stack)).keys() != metrics.keys() and time.monotonic() < deadline:
-        time.sleep(0.5)
-
+    eventually(lambda: names_in_prometheus(stack).keys() == metrics.keys())
     lines = []
-    for name, series in sorted(found.items()):
+    for name, series in sorted(names_in_prometheus(stack).items()):
         if metrics[name].instrument == "histogram":
             (base,) = {one.rpartition("_")[0] for one in series}
             assert series == {f"{base}_bucket", f"{base}_count", f"{base}_sum"}

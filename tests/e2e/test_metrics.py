@@ -3,11 +3,10 @@
 import json
 import math
 import statistics
-import urllib.parse
 
 import bed
 import pytest
-from test_stack import eventually, get, prometheus
+from asking import eventually, prometheus
 
 from verl_otel.bridges.mlflow.runs import metric_name
 from verl_otel.recording import reader
@@ -25,8 +24,7 @@ def by_file_logger(run):
 
 def samples(stack, selector):
     """Every sample of some series: [(labels, {Unix time: value})]."""
-    query = urllib.parse.urlencode({"query": f"{selector}[1h]"})
-    found = get(f"{stack.url('prometheus')}/api/v1/query?{query}")["data"]["result"]
+    found = prometheus(stack, f"{selector}[1h]")
     return [(series["metric"], {float(t): float(v) for t, v in series["values"]}) for series in found]
 
 

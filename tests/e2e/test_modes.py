@@ -15,7 +15,9 @@ pytestmark = pytest.mark.run
 PHASES = {f"verl.weight_sync.{phase}" for phase in ("abort", "release", "transfer", "resume")}
 
 
-def load(run):
+def trained(tmp_path_factory, mode, arguments, **how):
+    """A run of run_<mode>.sh, and what it recorded."""
+    run = bed.run(tmp_path_factory.mktemp(mode), arguments, script=f"run_{mode}.sh", **how)
     assert run.returncode == 0, run.output[-4000:]
     recording = reader.load(run.telemetry)
     return SimpleNamespace(
@@ -85,9 +87,7 @@ def assert_named(mode, share=0.05):
 
 @pytest.fixture(scope="module")
 def separate(tmp_path_factory, fork_server):
-    folder = tmp_path_factory.mktemp("separate")
-    run = bed.run(folder, ["trainer.save_freq=2"], script="run_separate_async.sh", ranks=1, fork_server=fork_server)
-    return load(run)
+    return trained(tmp_path_factory, "separate_async", ["trainer.save_freq=2"], ranks=1, fork_server=fork_server)
 
 
 def test_separate_async_has_whole_traces_without_gaps(separate):
@@ -157,9 +157,7 @@ def test_a_checkpoint_says_where_and_how_much(separate):
 
 @pytest.fixture(scope="module")
 def fully(tmp_path_factory, fork_server):
-    folder = tmp_path_factory.mktemp("fully")
-    run = bed.run(folder, ["trainer.save_freq=2"], script="run_fully_async.sh", ranks=1, fork_server=fork_server)
-    return load(run)
+    return trained(tmp_path_factory, "fully_async", ["trainer.save_freq=2"], ranks=1, fork_server=fork_server)
 
 
 def test_fully_async_has_whole_traces_without_gaps(fully):
@@ -200,9 +198,7 @@ def test_fully_async_says_waits_staleness_and_idle_times(fully):
 
 @pytest.fixture(scope="module")
 def one_step_off(tmp_path_factory, fork_server):
-    folder = tmp_path_factory.mktemp("one-step-off")
-    run = bed.run(folder, ["trainer.save_freq=2"], script="run_one_step_off.sh", ranks=1, fork_server=fork_server)
-    return load(run)
+    return trained(tmp_path_factory, "one_step_off", ["trainer.save_freq=2"], ranks=1, fork_server=fork_server)
 
 
 def test_one_step_off_has_whole_traces_and_links_to_what_was_generated_ahead(one_step_off):
@@ -224,9 +220,7 @@ def test_one_step_off_has_whole_traces_and_links_to_what_was_generated_ahead(one
 
 @pytest.fixture(scope="module")
 def colocate(tmp_path_factory, fork_server):
-    folder = tmp_path_factory.mktemp("colocate")
-    run = bed.run(folder, [], script="run_colocate_async.sh", ranks=1, fork_server=fork_server)
-    return load(run)
+    return trained(tmp_path_factory, "colocate_async", [], ranks=1, fork_server=fork_server)
 
 
 def test_colocate_async_has_whole_traces_and_no_idle_time(colocate):
@@ -241,8 +235,7 @@ def test_colocate_async_has_whole_traces_and_no_idle_time(colocate):
 
 @pytest.fixture(scope="module", params=["torchrun", "ray"])
 def sft(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(f"sft-{request.param}")
-    return load(bed.run(folder, [request.param], script="run_sft.sh", steps=4))
+    return trained(tmp_path_factory, "sft", [request.param], steps=4)
 
 
 def test_each_step_of_sft_is_a_trace_with_every_rank(sft):

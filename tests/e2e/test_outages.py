@@ -4,20 +4,19 @@ What the run could not send to the killed Collector before it ended is in its sp
 """
 
 import itertools
-import json
 import os
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.parse
 import urllib.request
 
 import bed
 import pytest
 import requests
+from asking import eventually, get, prometheus
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+from steady import PER_SECOND, steady_trainer
 
 from verl_otel.stack.stack import Stack
 
@@ -27,23 +26,7 @@ AWAY = float(os.environ.get("VERL_OTEL_TEST_AWAY", 10))
 """Seconds for which each is away; 60 for the full measurement."""
 
 BETWEEN = 2.0
-PER_SECOND = 5
 HOUR = 3600
-
-TRAINER = """
-import os, time
-from verl.utils.profiler import marked_timer
-from verl.utils.tracking import Tracking
-
-tracking = Tracking("outages", "steady", default_backend=["file"], config={"trainer": {"nnodes": 1}})
-step = 0
-while not os.path.exists("enough"):
-    step, timing = step + 1, {}
-    with marked_timer("step", timing), marked_timer("update_actor", timing):
-        time.sleep(1 / float(os.environ["PER_SECOND"]))
-    tracking.log(data={"training/global_step": step, "actor/loss": step / 7}, step=step)
-print("steps", step, flush=True)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +39,8 @@ def stack(tmp_path_factory):
 def trained(stack, tmp_path_factory):
     """Number of steps of a run during which everything was killed and came back."""
     folder = tmp_path_factory.mktemp("steady")
-    (folder / "trainer.py").write_text(TRAINER)
-    environment = bed.clean_environment(
-        OTEL_EXPORTER_OTLP_ENDPOINT=stack.url("otlp_http"),
-        VERL_OTEL_RUN_ID="steady",
-        VERL_OTEL_PROJECT="outages",  # as a whole trainer puts them there
-        VERL_OTEL_EXPERIMENT="steady",
-        VERL_FILE_LOGGER_ROOT=str(folder / "logs"),
-        PER_SECOND=str(PER_SECOND),
-    )
-    log = (folder / "run.log").open("wb")
-    trainer = subprocess.Popen(
-        [bed.INSTRUMENT, sys.executable, "trainer.py"], cwd=folder, env=environment, stdout=log, stderr=log
-    )
-    try:
-        assert eventually(lambda: steps_in_prometheus(stack), 30), (folder / "run.log").read_text()
+    with steady_trainer(folder, stack.url("otlp_http")) as end:
+        assert eventually(lambda: steps_in_prometheus(stack), 240), (folder / "run.log").read_text()
         for names in (["jaeger"], ["prometheus"], ["mlflow", "bridge"], ["collector"]):
             for name in names:
                 stack.kill(name)
@@ -86,43 +56,18 @@ def trained(stack, tmp_path_factory):
                 stack.restart(names[0])
             time.sleep(BETWEEN)
         time.sleep(BETWEEN)
-        (folder / "enough").touch()
-        assert trainer.wait(30) == 0
+        steps = end()
         for thread in late:
             thread.join()
-    finally:
-        trainer.kill()
-        trainer.wait()
-        log.close()
-    (last,) = [line for line in (folder / "run.log").read_text().splitlines() if line.startswith("steps ")]
-    steps = int(last.split()[1])
     assert steps > 3 * AWAY * PER_SECOND
     replay = [sys.executable, "-m", "verl_otel.cli", "replay", str(folder / "verl-otel")]
     subprocess.run([*replay, "--endpoint", stack.url("otlp_http")], env=bed.clean_environment(), check=True, timeout=60)
     return steps
 
 
-def get(url, **query):
-    with urllib.request.urlopen(f"{url}?{urllib.parse.urlencode(query)}", timeout=30) as response:
-        return json.load(response)
-
-
-def eventually(check, seconds=60):
-    """The first true result of `check()`, or its last one."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            result = check()
-        except OSError:  # it is away
-            result = None
-        if result or time.monotonic() > deadline:
-            return result
-        time.sleep(0.3)
-
-
 def samples(stack, series, window="30m"):
     """[[time, value], ...] of a series as it was pushed."""
-    found = get(stack.url("prometheus") + "/api/v1/query", query=f"{series}[{window}]")["data"]["result"]
+    found = prometheus(stack, f"{series}[{window}]")
     return [(time, float(value)) for result in found for time, value in result["values"]]
 
 

@@ -3,20 +3,13 @@
 So are its rollout servers (`export/server_targets.py`), whose `/metrics` is a stub of vLLM's.
 """
 
-import json
-import subprocess
-import time
-import urllib.error
-import urllib.parse
 import urllib.request
 from collections import Counter
 
 import bed
 import pytest
 import yaml
-
-from verl_otel.stack.binaries import binary
-from verl_otel.stack.ports import free_ports
+from prometheus_server import Prometheus
 
 pytestmark = [pytest.mark.run, pytest.mark.stack]
 
@@ -24,9 +17,10 @@ JOBS = ("scrape-processes", "scrape-rollout-servers")
 STUB = "++actor_rollout_ref.rollout.engine_kwargs.hf_cpu.stub_metrics=True"
 
 
-class Prometheus:
+class Scraping(Prometheus):
+    """With our scrape jobs, for what is announced in the folder `files`."""
+
     def __init__(self, folder, files):
-        config = folder / "prometheus.yaml"
         jobs = []
         for job in JOBS:
             text = (bed.ROOT / "deploy" / "prometheus" / f"{job}.yaml").read_text()
@@ -34,33 +28,13 @@ class Prometheus:
                 assert text.count(of_the_example) == 1, of_the_example
                 text = text.replace(of_the_example, here)
             jobs += yaml.safe_load(text)["scrape_configs"]
+        config = folder / "prometheus.yaml"
         config.write_text(yaml.safe_dump({"scrape_configs": jobs}))
-        self.url = f"http://127.0.0.1:{free_ports(['web'])['web']}"
-        with (folder / "prometheus.log").open("wb") as log:
-            self.process = subprocess.Popen(
-                [
-                    str(binary("prometheus")),
-                    f"--config.file={config}",
-                    f"--storage.tsdb.path={folder / 'data'}",
-                    f"--web.listen-address={self.url.removeprefix('http://')}",
-                ],
-                stdout=log,
-                stderr=log,
-            )
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(f"{self.url}/-/ready", timeout=2).close()
-                return
-            except (OSError, urllib.error.URLError):
-                assert time.monotonic() < deadline, (folder / "prometheus.log").read_text()
-                time.sleep(0.1)
+        super().__init__(folder, config)
 
     def seen(self, selector):
         """The last sample of each series of the run, those of dead processes too: (labels, value)."""
-        query = urllib.parse.urlencode({"query": f"last_over_time({selector}[15m])"})
-        with urllib.request.urlopen(f"{self.url}/api/v1/query?{query}", timeout=30) as response:
-            return [(found["metric"], float(found["value"][1])) for found in json.load(response)["data"]["result"]]
+        return [(labels, float(value)) for labels, (_, value) in self.ask(f"last_over_time({selector}[15m])")]
 
     def own(self, name):
         """The sum of one of its own metrics."""
@@ -73,24 +47,22 @@ class Prometheus:
 def scraped(tmp_path_factory, fork_server):
     """Prometheus after the run, and the run."""
     folder = tmp_path_factory.mktemp("pull")
-    prometheus = Prometheus(folder, folder / "telemetry")
-    run = bed.run(
-        folder / "run",
-        ["grpo", *bed.FAST_SAMPLER, STUB, "trainer.project_name=alpha", "trainer.experiment_name=pull"],
-        steps=3,
-        fork_server=fork_server,
-        environment={
-            "OTEL_METRICS_EXPORTER": "prometheus",
-            "OTEL_TRACES_EXPORTER": "none",
-            "OTEL_LOGS_EXPORTER": "none",
-            "VERL_OTEL_FOLDER": str(folder / "telemetry"),
-            "VERL_OTEL_RUN_ID": "pull-run",
-        },
-    )
-    assert run.returncode == 0, run.output[-4000:]
-    yield prometheus, run
-    prometheus.process.terminate()
-    prometheus.process.wait(30)
+    with Scraping(folder, folder / "telemetry") as prometheus:
+        run = bed.run(
+            folder / "run",
+            ["grpo", *bed.FAST_SAMPLER, STUB, "trainer.project_name=alpha", "trainer.experiment_name=pull"],
+            steps=3,
+            fork_server=fork_server,
+            environment={
+                "OTEL_METRICS_EXPORTER": "prometheus",
+                "OTEL_TRACES_EXPORTER": "none",
+                "OTEL_LOGS_EXPORTER": "none",
+                "VERL_OTEL_FOLDER": str(folder / "telemetry"),
+                "VERL_OTEL_RUN_ID": "pull-run",
+            },
+        )
+        assert run.returncode == 0, run.output[-4000:]
+        yield prometheus, run
 
 
 def test_every_process_is_found_and_told_apart(scraped):

@@ -5,7 +5,7 @@ import subprocess
 
 import bed
 import pytest
-from test_stack import eventually, get, prometheus
+from asking import eventually, get, prometheus
 from trees import root, traces
 
 from verl_otel.recording import reader
@@ -153,6 +153,7 @@ def without_collector(tmp_path_factory, stack, fork_server):
             "VERL_OTEL_RUN_ID": "away-run",
         },
     )
+    stack.kill("collector")  # a run that has failed early has not
     stack.restart("collector")
     assert run.returncode == 0, run.output[-4000:]
     return run

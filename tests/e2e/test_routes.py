@@ -1,15 +1,13 @@
 """The opt-in routes of the Collector, with the real programs behind them (Kafka: test_kafka.py)."""
 
-import json
 import os
 import re
 import subprocess
 import time
-import urllib.parse
-import urllib.request
 from pathlib import Path
 
 import pytest
+from asking import eventually
 from collectors import TO_FILES, Collector
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -19,7 +17,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import Status, StatusCode, set_span_in_context
-from test_outages import eventually
+from prometheus_server import Prometheus
 
 from verl_otel.stack.binaries import binary
 from verl_otel.stack.ports import free_ports
@@ -81,43 +79,12 @@ def test_the_configurations_of_the_readme_are_accepted(tmp_path):
 # ---- Prometheus by remote write, and span metrics
 
 
-class Prometheus:
-    """The real one, with our configuration, taking remote write."""
-
-    def __init__(self, folder):
-        self.folder, self.address = folder, f"127.0.0.1:{free_ports(['http'])['http']}"
-        self.url = f"http://{self.address}"
-
-    def start(self):
-        command = [
-            str(binary("prometheus")),
-            f"--config.file={ROOT / 'deploy' / 'prometheus' / 'prometheus.yaml'}",
-            f"--storage.tsdb.path={self.folder / 'prometheus'}",
-            f"--web.listen-address={self.address}",
-            "--web.enable-remote-write-receiver",
-            "--web.enable-otlp-receiver",
-            "--enable-feature=exemplar-storage",
-        ]
-        with (self.folder / "prometheus.log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        assert eventually(lambda: urllib.request.urlopen(f"{self.url}/-/ready", timeout=5))
-
-    def kill(self):
-        self.process.kill()
-        self.process.wait()
-
-    def ask(self, query):
-        address = f"{self.url}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
-        with urllib.request.urlopen(address, timeout=10) as response:
-            return [(s["metric"], s.get("value") or s.get("values")) for s in json.load(response)["data"]["result"]]
-
-
 @pytest.fixture
 def prometheus(tmp_path):
-    prometheus = Prometheus(tmp_path)
-    prometheus.start()
-    yield prometheus
-    prometheus.kill()
+    """With our configuration, taking remote write."""
+    options = ("--web.enable-remote-write-receiver", "--web.enable-otlp-receiver", "--enable-feature=exemplar-storage")
+    with Prometheus(tmp_path, ROOT / "deploy" / "prometheus" / "prometheus.yaml", *options) as prometheus:
+        yield prometheus
 
 
 class Gauge:

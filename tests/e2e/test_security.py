@@ -23,6 +23,7 @@ from pathlib import Path
 import bed
 import pytest
 import yaml
+from asking import eventually
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -333,13 +334,6 @@ def test_the_configured_ca_wins_over_that_of_all_programs(keys, collector, tmp_p
     more = {CA: keys.ca, "REQUESTS_CA_BUNDLE": keys.strange_ca}
     output = train(tmp_path / "run", OTEL_EXPORTER_OTLP_ENDPOINT=running.url(), **more)
     assert "verl-otel:" not in output
-
-
-def eventually(check, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not (result := check()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return result
 
 
 def test_plain_text_is_refused_where_tls_is_asked_for(keys, collector, tmp_path):

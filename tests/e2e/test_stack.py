@@ -5,31 +5,16 @@ import math
 import signal
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 
 import pytest
+from asking import eventually, get, prometheus
 from trees import STAGES_OF_PPO, assert_complete_ppo_step, assert_trajectories, root, step_traces, unnamed_share
 
 from verl_otel.bridges.mlflow.runs import metric_name
 from verl_otel.recording.reader import Span
 
 pytestmark = [pytest.mark.run, pytest.mark.stack]
-
-
-def get(url):
-    with urllib.request.urlopen(url, timeout=30) as response:
-        return json.load(response)
-
-
-def eventually(check, seconds=60):
-    """The first true result of `check()`; data may still be on its way."""
-    deadline = time.monotonic() + seconds
-    while True:
-        result = check()
-        if result or time.monotonic() > deadline:
-            return result
-        time.sleep(0.5)
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +78,6 @@ def test_a_step_has_no_large_gap_without_a_name(jaeger):
     assert max(shares.values()) < 0.1, shares
 
 
-def prometheus(stack, query, run=None):
-    """The answer to a query: now, or just after a run has ended, since Prometheus shows a sample for five minutes."""
-    when = {} if run is None else {"time": run.log.stat().st_mtime + 10}
-    answer = get(f"{stack.url('prometheus')}/api/v1/query?" + urllib.parse.urlencode({"query": query, **when}))
-    return answer["data"]["result"]
-
-
 def test_prometheus_has_the_contract_names_with_the_three_labels(stack, ppo_run):
     values = ppo_run.printed()[3]
     for name, more, key, labels in (
@@ -142,11 +120,8 @@ def test_ranks_have_durations_with_exemplars_that_lead_to_the_trace(stack, ppo_r
     stages = prometheus(stack, query, ppo_run)
     assert [s["value"][1] for s in stages] == ["3"]
     now = time.time()
-    exemplars = get(
-        stack.url("prometheus")
-        + "/api/v1/query_exemplars?"
-        + urllib.parse.urlencode({"query": "verl_stage_duration_seconds_bucket", "start": now - 3600, "end": now + 60})
-    )["data"]
+    query = {"query": "verl_stage_duration_seconds_bucket", "start": now - 3600, "end": now + 60}
+    exemplars = get(f"{stack.url('prometheus')}/api/v1/query_exemplars", **query)["data"]
     found = {e["labels"]["trace_id"] for series in exemplars for e in series["exemplars"]}
     assert found & {root(trace).trace_id for trace in step_traces(jaeger).values()}
 

@@ -5,7 +5,6 @@ import itertools
 import socket
 import struct
 import threading
-import time
 import zlib
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -174,11 +173,3 @@ def records(count):
     for _ in range(count):
         scope.log_records.add(event_name="verl.step", time_unix_nano=next(_number)).body.string_value = "b"
     return request.SerializeToString()
-
-
-def until(condition, seconds=20):
-    """Wait until something is so."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.005)

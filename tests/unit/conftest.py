@@ -16,6 +16,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from otlp_server import Server
 
 from verl_otel import background as background_module
 from verl_otel import border
@@ -177,6 +178,13 @@ def memory():
 def new_memory():
     """Make further pipelines, as of other processes, or with another sampler or id generator."""
     return Memory
+
+
+@pytest.fixture
+def server():
+    """An OTLP endpoint that takes everything, until its `fault` says otherwise."""
+    with Server() as server:
+        yield server
 
 
 @pytest.fixture

@@ -7,14 +7,13 @@ import contextlib
 import gzip
 import json
 import socket
-import sys
 import time
 import warnings
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from robots import Robots
 
 from verl_otel.alerts.relay import delivery, server
 from verl_otel.alerts.relay.delivery import Delivery
@@ -26,9 +25,6 @@ from verl_otel.alerts.relay.sent import Sent
 from verl_otel.alerts.relay.settings import BadSettings, Matcher, RobotRoute, Settings
 from verl_otel.cli import main
 from verl_otel.control.requests import Channel
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "testbed"))
-from robots import Robots
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # starlette prefers another client from some version on

@@ -7,22 +7,19 @@ import sys
 import urllib.parse
 from pathlib import Path
 
+import grafana
+import made_up_series
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from verl_otel import cli, dashboards
+from verl_otel.dashboards import layout, panels, queries, uids
+from verl_otel.semconv import registry
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "testbed"))
-
-import grafana  # noqa: E402
-import made_up_series  # noqa: E402
-from grafana_foundation_sdk.cog.encoder import JSONEncoder  # noqa: E402
-from grafana_foundation_sdk.cog.plugins import register_default_plugins  # noqa: E402
-from grafana_foundation_sdk.models.dashboard import Dashboard  # noqa: E402
-
-from verl_otel import cli, dashboards  # noqa: E402
-from verl_otel.dashboards import layout, panels, queries, uids  # noqa: E402
-from verl_otel.semconv import registry  # noqa: E402
-
 BOARDS = grafana.load()
 QUERIES = [query for board in BOARDS.values() for query in grafana.queries_of(board)]
 PROVISIONING = ROOT / "deploy" / "grafana" / "provisioning"

@@ -15,10 +15,8 @@ from types import SimpleNamespace
 
 import jsonschema
 import pytest
-from test_hardware import Card, fake_nvml
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "testbed"))
 from otlp_server import spans
+from test_hardware import Card, fake_nvml
 
 from verl_otel import cli, config, hooks
 from verl_otel.doctor import (
@@ -591,7 +589,7 @@ def test_what_is_too_much_to_read_is_told_by_its_size(tmp_path, monkeypatch):
 
 
 def test_an_empty_record_of_each_signal_is_known():
-    assert {otlp_json.empty(signal) for signal in ("traces", "metrics", "logs")} < runs._EMPTY
+    assert {otlp_json.empty(signal) for signal in ("traces", "metrics", "logs")} < runs.replay.NOTHING
 
 
 @pytest.mark.parametrize(

@@ -9,22 +9,18 @@ import http.server
 import ipaddress
 import json
 import ssl
-import sys
 import threading
-from pathlib import Path
 from urllib.parse import quote
 
+import otlp_server
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from hypothesis import HealthCheck, example, given, settings
-from test_security import SECRETS, assert_not_in, environment, url
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "testbed"))
-import otlp_server
 from otlp_server import FAULTS, Server
+from test_security import SECRETS, assert_not_in, environment, url
 
 from verl_otel.doctor import activation, endpoints, labels, network, readback, rendering, runs, series
 from verl_otel.doctor import settings as doctors_settings

@@ -23,6 +23,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from opentelemetry.semconv._incubating.metrics import hw_metrics
 from opentelemetry.semconv.schemas import Schemas
+from waiting import until
 
 from verl_otel import border, hardware
 from verl_otel.hardware import board, election, host, names, nvml, readers, sampler, visible
@@ -222,14 +223,6 @@ def running(memory, **more):
     finally:
         stopping.set()
         thread.join(30)
-
-
-def until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-    return result
 
 
 def usage(memory):
@@ -751,7 +744,12 @@ class Node:
         self.processes = {}
 
     def start(self, rank, run="run-1", role="worker"):
-        environ = {**os.environ, "TMPDIR": str(self._folder), "CUDA_VISIBLE_DEVICES": str(rank), "PYTHONPATH": "."}
+        environ = {
+            **os.environ,
+            "TMPDIR": str(self._folder),
+            "CUDA_VISIBLE_DEVICES": str(rank),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
         out = self._folder / f"out-{rank}"
         command = [sys.executable, __file__, role, str(rank), run, str(out)]
         self.processes[rank] = subprocess.Popen(command, env=environ, cwd=os.getcwd(), start_new_session=True)

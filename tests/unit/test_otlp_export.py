@@ -1,19 +1,16 @@
 """OTLP/HTTP exporters behind the SDK's own processors (`export/otlp.py`): requests of bounded size, counted by item."""
 
 import os
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "testbed"))
 from opentelemetry.sdk.metrics import Counter
 from opentelemetry.sdk.metrics.export import AggregationTemporality
 from opentelemetry.sdk.resources import Resource
-from otlp_server import Server, points, records, spans, until
+from otlp_server import points, records, spans
+from waiting import until
 
 from verl_otel import config, events
 from verl_otel.export import otlp, otlp_json, providers, reporting
@@ -22,12 +19,6 @@ from verl_otel.recording import reader
 
 SECRET = "s3cr3t-7731"
 RESOURCE = Resource({"verl.run.id": "run-1", "verl.process.role": "trainer"})
-
-
-@pytest.fixture
-def server():
-    with Server() as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)

@@ -3,27 +3,17 @@
 import base64
 import os
 import socket
-import sys
 import time
 from email.utils import formatdate
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "testbed"))
 from otlp_server import Server, spans
 
 from verl_otel.export.otlp_http import Endpoint, Outcome, headers_of
 
 SECRET = "s3cr3t-7731"
-
-
-@pytest.fixture
-def server():
-    with Server() as server:
-        yield server
 
 
 def endpoint(server, **variables):

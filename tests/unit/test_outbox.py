@@ -3,16 +3,13 @@
 import os
 import signal as signals
 import socket
-import sys
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "testbed"))
-from otlp_server import FAULTS, Server, points, records, spans, until
+from otlp_server import FAULTS, Server, points, records, spans
+from waiting import until
 
 from verl_otel.export import otlp_json, outbox
 from verl_otel.export.otlp_http import Endpoint
@@ -30,16 +27,10 @@ def quickly(monkeypatch):
     monkeypatch.setattr(outbox, "LONGEST_PAUSE", 0.4)
 
 
-@pytest.fixture
-def server():
-    with Server() as server:
-        yield server
-
-
 class Process:
     """An outbox, what was handed over to it, and what it counted."""
 
-    def __init__(self, folder, url, max_bytes=outbox.MAX_BYTES, spool_bytes=1 << 30, timeout=5, **variables):
+    def __init__(self, folder, url, max_bytes=32 << 20, spool_bytes=1 << 30, timeout=5, **variables):
         self.counts, self.given, self._lock = Counter(), Counter(), threading.Lock()
         self.folder = folder / "run" / "spool"
         environ = {

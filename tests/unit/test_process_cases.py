@@ -9,13 +9,12 @@ import textwrap
 import time
 from pathlib import Path
 
+import bed
 import pytest
 import yaml
+from otlp_server import Server
 from test_public_cases import recorded
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "testbed"))
-import bed
-from otlp_server import Server, until
+from waiting import until
 
 from verl_otel.background import Background
 from verl_otel.recording import reader

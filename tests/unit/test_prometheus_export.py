@@ -21,12 +21,9 @@ from opentelemetry.metrics import Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
+from otlp_server import Server
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "testbed"))
-
-from otlp_server import Server
 
 from verl_otel.export import otlp, prometheus, providers, targets
 from verl_otel.export.prometheus import PrometheusReader

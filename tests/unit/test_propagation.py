@@ -1,6 +1,7 @@
 """Context across calls (`tracing/propagation.py`): each kind of callable stays what it is, and nothing leaks."""
 
 import asyncio
+import gc
 import inspect
 import logging
 
@@ -13,6 +14,7 @@ from opentelemetry.context import Context
 from opentelemetry.propagators.textmap import TextMapPropagator
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
+from verl_otel.hooks import worker_group
 from verl_otel.tracing import propagation
 from verl_otel.tracing.propagation import BY_REFERENCE, BY_VALUE, CARRIER, carrier_kind, with_carrier
 
@@ -91,14 +93,17 @@ def test_the_signature_shows_the_carrier_and_nothing_else_changes(func):
 
 def test_the_kind_of_a_carrier_is_read_from_the_signature():
     assert carrier_kind(list(inspect.signature(with_carrier(plain)).parameters.values())) == BY_REFERENCE
-    assert carrier_kind(list(inspect.signature(with_carrier(plain, BY_VALUE)).parameters.values())) == BY_VALUE
+    assert (
+        carrier_kind(list(inspect.signature(worker_group._travelling(plain, "actor")).parameters.values())) == BY_VALUE
+    )
     assert carrier_kind(list(inspect.signature(plain).parameters.values())) is None
     assert carrier_kind([]) is None
     assert carrier_kind(None) is None
 
 
 def test_wrapping_twice_shows_one_carrier_of_the_outer_kind():
-    twice = with_carrier(with_carrier(plain), BY_VALUE)
+    """As a method of a worker is, which is registered first and then bound to a `WorkerDict`."""
+    twice = worker_group._travelling(with_carrier(plain), "actor")
     names = list(inspect.signature(twice).parameters)
     assert names == ["a", "b", "more", CARRIER, "options"]
     assert carrier_kind(list(inspect.signature(twice).parameters.values())) == BY_VALUE
@@ -344,6 +349,22 @@ def test_without_a_span_there_is_no_carrier():
     assert propagation.extract({}) is None
     assert propagation.attach(None) is None
     propagation.detach(None)
+
+
+def test_the_threads_of_each_event_loop_keep_the_context():
+    """Also of a loop that is where an earlier one was in memory."""
+
+    async def in_a_thread():
+        propagation.into_threads()
+        return await asyncio.get_running_loop().run_in_executor(None, here)
+
+    token = propagation.attach(PARENT)
+    try:
+        for _ in range(20):
+            assert asyncio.run(in_a_thread()) == TRACE_ID
+            gc.collect()
+    finally:
+        propagation.detach(token)
 
 
 class OneHeader(TextMapPropagator):

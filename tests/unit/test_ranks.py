@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from opentelemetry import baggage, trace
 from opentelemetry import context as otel_context
 from opentelemetry.trace import StatusCode
+from waiting import until
 
 from verl_otel import border
 from verl_otel.config import RankDetail
@@ -247,13 +248,6 @@ def test_a_stage_without_ranks_ends_at_once_and_has_no_statistics(trainer, memor
     assert of_ranks(memory.span("verl.advantage").attributes) == {}
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 def test_the_span_and_the_event_wait_for_an_answer_that_is_late(trainer, memory):
     late = Rank(1, answered=False)
     with trainer.stage("update_actor", ended(0, loss=1.0), late):
@@ -271,7 +265,7 @@ def test_the_span_and_the_event_wait_for_an_answer_that_is_late(trainer, memory)
 def test_a_rank_that_answered_before_its_call_ended_is_asked_again(trainer, memory):
     early = Rank(0)
     with trainer.stage("update_actor", early):
-        wait_until(lambda: early.asked)
+        until(lambda: early.asked)
     time.sleep(0.05)
     assert memory._spans.get_finished_spans() == ()
     early.ended(loss=1.5)
@@ -674,5 +668,5 @@ def test_a_logged_value_waits_for_no_rank_of_a_stage_that_is_open(trainer, memor
     """verl logs inside no stage, but a validation may be open: the event does not wait for its ranks."""
     with trainer.stage("testing", Rank(0, answered=False)) as scope:
         trainer.process.recorder.submit(Logged({"a": 1.0}, 3, time.time_ns(), scope.context))
-        wait_until(lambda: memory._logs.get_finished_logs())
+        until(lambda: memory._logs.get_finished_logs())
         trainer.process.ranks._stages.clear()

@@ -16,12 +16,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "testbed"))
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from otlp_server import Server, points, records, spans, until
+from otlp_server import Server, points, records, spans
+from waiting import until
 
 from verl_otel.cli import replay as cli
 from verl_otel.export import otlp_json
@@ -31,12 +30,6 @@ from verl_otel.recording import replay
 from verl_otel.recording.replay import CannotReplay
 
 SECRET = "s3cr3t-7731"
-
-
-@pytest.fixture
-def server():
-    with Server() as server:
-        yield server
 
 
 @pytest.fixture

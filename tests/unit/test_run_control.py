@@ -1,6 +1,6 @@
 """Run control (`control/`): what a run is asked, who may ask, and what becomes of it.
 
-The loop here has verl's own conditions, of its two trainers; real runs are asked in tests/e2e/test_run_control.py.
+The loop here has verl's own conditions, of its two trainers; a real run is asked in tests/e2e/test_alert_relay.py.
 """
 
 import json
@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from waiting import until
 
 from verl_otel import border
 from verl_otel.cli import control as command
@@ -36,13 +37,6 @@ def channel(tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_OTEL_CONTROL", str(tmp_path / "control"))
     monkeypatch.setenv("VERL_OTEL_CONTROL_TOKEN_FILE", str(token))
     return Channel(tmp_path / "control", TOKEN)
-
-
-def eventually(check, seconds=10):
-    deadline = time.monotonic() + seconds
-    while not check() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert check()
 
 
 class Verl:
@@ -123,9 +117,9 @@ def ask(channel):
 
     def ask(action, by="alice", reason="a test"):
         folder = channel.of_run("run-1")
-        eventually(folder.is_dir)
+        until(folder.is_dir)
         request = channel.ask("run-1", action, by, reason)
-        eventually(lambda: not (folder / f"{request.id}.request.json").exists())
+        until(lambda: not (folder / f"{request.id}.request.json").exists())
         time.sleep(0.02)
         return request
 
@@ -176,7 +170,7 @@ def test_a_checkpoint_is_saved_in_the_step_that_runs_and_training_goes_on(memory
 @pytest.mark.parametrize("v1", [True, False], ids=["V1", "RayPPOTrainer"])
 def test_a_pause_saves_waits_after_the_step_and_goes_on_when_it_is_told(memory, ask, channel, v1):
     def resume():
-        eventually(lambda: status(channel) == "paused")
+        until(lambda: status(channel) == "paused")
         assert (verl.saved, verl.trained) == ([2], [1, 2])
         ask("resume", "bob")
 
@@ -212,7 +206,7 @@ def test_a_stop_saves_and_ends_verls_own_loop(memory, ask, v1, trained):
 
 def test_a_paused_run_can_be_stopped(memory, ask, channel):
     def stop():
-        eventually(lambda: status(channel) == "paused")
+        until(lambda: status(channel) == "paused")
         ask("stop")
 
     verl = Verl(memory.process(), {2: lambda: (ask("pause"), in_a_thread(stop))})
@@ -252,7 +246,7 @@ def test_a_checkpoint_that_verl_would_have_saved_fails_as_ever(memory, ask):
 
 def test_a_checkpoint_of_verls_own_schedule_is_as_good(memory, ask):
     verl = Verl(memory.process(), {2: lambda: ask("pause"), 3: lambda: None}, save_freq=2)
-    in_a_thread(lambda: (eventually(lambda: verl.saved == [2]), ask("resume")))
+    in_a_thread(lambda: (until(lambda: verl.saved == [2]), ask("resume")))
     verl.fit()
     assert (verl.saved, verl.config.trainer.save_freq) == ([2, 4, 6], 2)
 
@@ -276,7 +270,7 @@ def test_off_it_is_not_there_and_costs_nothing(memory, monkeypatch, tmp_path):
 
 def test_at_the_end_the_folder_is_gone(memory, channel, ask):
     Verl(memory.process(), {1: lambda: ask("checkpoint")}).fit()
-    eventually(lambda: list(channel.folder.iterdir()) == [])
+    until(lambda: list(channel.folder.iterdir()) == [])
 
 
 @pytest.mark.parametrize("what", ["no token", "others read it", "short", "relative", "no folder"])
@@ -295,7 +289,7 @@ def test_a_wrong_set_up_is_said_and_the_run_goes_on_without(memory, channel, mon
     verl = Verl(memory.process(), {2: lambda: time.sleep(0.05)})
     verl.fit()
     assert verl.trained == [1, 2, 3, 4, 5, 6]
-    eventually(lambda: "the run takes no requests" in caplog.text)
+    until(lambda: "the run takes no requests" in caplog.text)
     assert "Traceback" not in caplog.text
 
 
@@ -365,9 +359,9 @@ def tried(memory, channel, leave):
     """What a run makes of a file that someone leaves in its folder."""
 
     def at():
-        eventually(channel.of_run("run-1").is_dir)
+        until(channel.of_run("run-1").is_dir)
         leave(channel)
-        eventually(lambda: not list(channel.of_run("run-1").glob("*.request.json")))
+        until(lambda: not list(channel.of_run("run-1").glob("*.request.json")))
         time.sleep(0.02)
 
     verl = Verl(memory.process(), {2: at})
@@ -393,10 +387,10 @@ def test_a_request_is_done_once_also_if_its_file_comes_back(memory, channel):
     made = []
 
     def leave():
-        eventually(channel.of_run("run-1").is_dir)
+        until(channel.of_run("run-1").is_dir)
         made.append(made[0] if made else a_request("checkpoint"))
         path = put(channel, made[0], str(time.monotonic_ns()))
-        eventually(lambda: not path.exists())
+        until(lambda: not path.exists())
         time.sleep(0.02)
 
     verl = Verl(memory.process(), {2: leave, 4: leave})
@@ -433,7 +427,7 @@ def test_the_command_asks_a_run_that_listens(memory, channel, capsys):
     seen = []
 
     def at():
-        eventually(channel.of_run("run-1").is_dir)
+        until(channel.of_run("run-1").is_dir)
         seen.append(main(["control", "run-1", "stop", "--reason", "enough"]))
         time.sleep(0.02)
 

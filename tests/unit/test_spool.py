@@ -2,15 +2,11 @@
 
 import os
 import stat
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "testbed"))
 from otlp_server import points, records, spans
 
 from verl_otel.export import otlp_json, spool

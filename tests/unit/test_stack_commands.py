@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 import small_stack
 import yaml
+from waiting import until
 
 from verl_otel import cli
 from verl_otel.stack import StackError, binaries, ports, state
@@ -98,7 +98,7 @@ def lines_of(done, *names):
 
 def crash(pid):
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not Path(f"/proc/{pid}").exists())
+    until(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def test_up_leaves_the_programs_running_and_status_finds_them(verl_otel):
@@ -177,7 +177,7 @@ def test_a_failed_repair_leaves_alone_what_ran_before(verl_otel, monkeypatch):
 def test_an_interrupted_up_leaves_nothing(verl_otel, end):
     command = verl_otel.line("up", "--free-ports")
     with subprocess.Popen(command, env={**os.environ, "SLOW": "jaeger"}, stdout=subprocess.DEVNULL) as up:
-        wait_for(lambda: len(verl_otel.left()) == len(NAMES))
+        until(lambda: len(verl_otel.left()) == len(NAMES))
         assert (busy := verl_otel("down")).returncode == 1 and "wait for it" in busy.stderr
         up.send_signal(end)
         assert up.wait(30) != 0
@@ -315,13 +315,6 @@ def comm():
     return Path("/proc/self/comm").read_text().strip()
 
 
-def wait_for(check, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_pid_that_was_given_to_another_program_is_not_taken_for_ours(tmp_path):
     """As after a restart of the machine: the number is there, the program is another one."""
     other = Process.start(["sleep", "60"], {}, tmp_path, tmp_path / "log")
@@ -338,18 +331,18 @@ def test_what_a_program_has_started_ends_with_it(tmp_path):
     shell = Process.start(
         ["sh", "-c", "sleep 60 & echo $!; exec sleep 60"], dict(os.environ), tmp_path, tmp_path / "log"
     )
-    wait_for(lambda: (tmp_path / "log").read_text().strip())
+    until(lambda: (tmp_path / "log").read_text().strip())
     child = int((tmp_path / "log").read_text())
     os.kill(shell.pid, signal.SIGKILL)  # only itself
     assert shell.wait(10) and Path(f"/proc/{child}").exists()
     shell.kill()
-    wait_for(lambda: not Path(f"/proc/{child}").exists())
+    until(lambda: not Path(f"/proc/{child}").exists())
 
 
 def test_an_ended_process_is_no_zombie(tmp_path):
     ended = Process.start(["true"], dict(os.environ), tmp_path, tmp_path / "log")
     assert ended.wait(10)
-    wait_for(lambda: not Path(f"/proc/{ended.pid}").exists())
+    until(lambda: not Path(f"/proc/{ended.pid}").exists())
 
 
 def test_only_one_command_at_a_time_starts_or_stops(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "matrix"), str(TESTS / "testbed")]
+sys.path.insert(0, str(TESTS / "matrix"))
 
 import cells  # noqa: E402
 import support  # noqa: E402

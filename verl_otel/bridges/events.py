@@ -60,12 +60,12 @@ def events_of(request: ExportLogsServiceRequest) -> list[RunEvent]:
     """The log records of a request that are events."""
     events = []
     for resource_logs in request.resource_logs:
-        resource = _mapping(resource_logs.resource.attributes)
+        resource = attributes_of(resource_logs.resource.attributes)
         for scope_logs in resource_logs.scope_logs:
             for record in scope_logs.log_records:
                 body = _value(record.body)
                 time = record.time_unix_nano or record.observed_time_unix_nano
-                attributes = _mapping(record.attributes)
+                attributes = attributes_of(record.attributes)
                 body = body if isinstance(body, dict) else {}
                 events.append(RunEvent(record.event_name, time, attributes, body, resource))
     return events
@@ -79,14 +79,15 @@ def integer(value: Any) -> int | None:
         return None
 
 
-def _mapping(pairs: Any) -> dict[str, Any]:
+def attributes_of(pairs: Any) -> dict[str, Any]:
+    """Attributes, or what else OTLP has as pairs of keys and values."""
     return {pair.key: _value(pair.value) for pair in pairs}
 
 
 def _value(value: AnyValue) -> Any:
     kind = value.WhichOneof("value")
     if kind == "kvlist_value":
-        return _mapping(value.kvlist_value.values)
+        return attributes_of(value.kvlist_value.values)
     if kind == "array_value":
         return [_value(item) for item in value.array_value.values]
     return getattr(value, kind) if kind else None

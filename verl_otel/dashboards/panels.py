@@ -140,9 +140,7 @@ def number(
     return _common(panel, title, about, width, 4).targets(_targets(shown, instant=not graph))
 
 
-def bars(
-    title: str, shown: Sequence[Query], about: About, width: int = 8, height: int = 8, thresholds: Steps = ()
-) -> bargauge.Panel:
+def bars(title: str, shown: Sequence[Query], about: About, width: int = 8, height: int = 8) -> bargauge.Panel:
     """The newest values as horizontal bars."""
     panel = (
         bargauge.Panel()
@@ -150,7 +148,7 @@ def bars(
         .orientation(kinds.VizOrientation.HORIZONTAL)
         .display_mode(kinds.BarGaugeDisplayMode.BASIC)
         .min(0)
-        .thresholds(_thresholds(thresholds or ((None, "blue"),)))
+        .thresholds(_thresholds(((None, "blue"),)))
         .no_value("none")
     )
     return _common(panel, title, about, width, height).targets(_targets(shown, instant=True))

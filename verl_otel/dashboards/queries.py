@@ -128,7 +128,7 @@ def quantile(share: float, metric: str, where: Matchers | None = None, keep: Seq
     return f"histogram_quantile({share}, {rate(metric, where, (*keep, 'le'), 'bucket')})"
 
 
-def since(metric: str, where: Matchers | None = None, keep: Sequence[str] = ()) -> str:
+def since(metric: str, where: Matchers, keep: Sequence[str] = ()) -> str:
     """Seconds since the Unix time that a gauge has, of those that are still sent.
 
     A stage that has ended is not sent any more, but Prometheus shows its last point for minutes: those count that are

@@ -8,6 +8,7 @@ import os
 import secrets
 import threading
 import time
+from typing import Any
 
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
@@ -49,11 +50,7 @@ class Probe:
 
     def _span(self) -> bytes:
         request = ExportTraceServiceRequest()
-        group = request.resource_spans.add()
-        _resource(group.resource)
-        scope = group.scope_spans.add()
-        _scope(scope.scope)
-        span = scope.spans.add(
+        span = _scope(request.resource_spans, "scope_spans").spans.add(
             name=attr.SPAN_DOCTOR,
             kind=Span.SPAN_KIND_INTERNAL,
             trace_id=self.trace_id,
@@ -66,23 +63,17 @@ class Probe:
 
     def _metric(self) -> bytes:
         request = ExportMetricsServiceRequest()
-        group = request.resource_metrics.add()
-        _resource(group.resource)
-        scope = group.scope_metrics.add()
-        _scope(scope.scope)
         name, unit, description = names.DOCTOR_TIMESTAMP.arguments
-        metric = scope.metrics.add(name=name, unit=unit, description=description)
+        metric = _scope(request.resource_metrics, "scope_metrics").metrics.add(
+            name=name, unit=unit, description=description
+        )
         point = metric.gauge.data_points.add(as_double=self.value, time_unix_nano=self.time_ns)
         _add(point.attributes, {attr.RANK: attr.ALL_RANKS, attr.STAGE: "other", attr.MODEL_TYPE: "none"})
         return request.SerializeToString()
 
     def _event(self) -> bytes:
         request = ExportLogsServiceRequest()
-        group = request.resource_logs.add()
-        _resource(group.resource)
-        scope = group.scope_logs.add()
-        _scope(scope.scope)
-        record = scope.log_records.add(
+        record = _scope(request.resource_logs, "scope_logs").log_records.add(
             event_name=attr.EVENT_DOCTOR,
             time_unix_nano=self.time_ns,
             observed_time_unix_nano=self.time_ns,
@@ -92,16 +83,17 @@ class Probe:
         return request.SerializeToString()
 
 
-def _resource(resource: object) -> None:
+def _scope(groups: Any, scopes: str) -> Any:
+    """The one scope of a request, under the one resource."""
     host = os.uname().nodename
-    values = {attr.SERVICE_NAME: attr.SERVICE_DOCTOR, attr.SERVICE_NAMESPACE: "verl", attr.SERVICE_INSTANCE_ID: host}
-    _add(resource.attributes, {**values, attr.HOST_NAME: host})  # type: ignore[attr-defined]
+    group = groups.add()
+    who = {attr.SERVICE_NAME: attr.SERVICE_DOCTOR, attr.SERVICE_NAMESPACE: "verl", attr.SERVICE_INSTANCE_ID: host}
+    _add(group.resource.attributes, {**who, attr.HOST_NAME: host})
+    scope = getattr(group, scopes).add()
+    scope.scope.name, scope.scope.version = "verl_otel", __version__
+    return scope
 
 
-def _scope(scope: object) -> None:
-    scope.name, scope.version = "verl_otel", __version__  # type: ignore[attr-defined]
-
-
-def _add(attributes: object, values: dict[str, str]) -> None:
+def _add(attributes: Any, values: dict[str, str]) -> None:
     for key, value in values.items():
-        attributes.add(key=key).value.string_value = value  # type: ignore[attr-defined]
+        attributes.add(key=key).value.string_value = value

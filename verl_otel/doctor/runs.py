@@ -1,6 +1,5 @@
 """The folder in which runs are recorded and spooled: its disk, and what was never sent."""
 
-import json
 import os
 import re
 import shutil
@@ -13,9 +12,7 @@ from pathlib import Path
 from verl_otel.config import FOLDER, Settings
 from verl_otel.doctor.asked import Asked
 from verl_otel.doctor.findings import Finding, note, ok, problem, warning
-from verl_otel.export import otlp_json
-from verl_otel.export.otlp_http import SIGNALS
-from verl_otel.recording.replay import STATE
+from verl_otel.recording import replay
 
 LITTLE, ALMOST_NONE = 2 << 30, 100 << 20
 """Bytes that are free."""
@@ -27,7 +24,6 @@ SHOWN = 20
 """Runs that are told of, the latest."""
 
 _SPOOLED = re.compile(r".+-(?P<host>[^/]+)-(?P<pid>\d+)-[0-9a-f]{6}\.(?:traces|metrics|logs)\.\d+\.jsonl")
-_EMPTY = {b"", *(otlp_json.empty(signal) for signal in SIGNALS)}
 
 
 def check(asked: Asked) -> Iterator[Finding]:
@@ -97,7 +93,7 @@ class _Spool:
 
 def _of_run(run: Path, budget: int) -> tuple[list[Finding], int]:
     spool = _Spool()
-    offsets = _offsets(run / "spool" / STATE)
+    offsets = replay.offsets(run / "spool" / replay.STATE)
     for path in sorted((run / "spool").glob("*.jsonl")):
         try:
             budget = _add(spool, path, offsets.get(path.name, 0), budget)
@@ -132,7 +128,7 @@ def _add(spool: _Spool, path: Path, sent: int, budget: int) -> int:
             lines.seek(sent)
             for line in lines:
                 budget -= len(line)
-                if line.strip() not in _EMPTY:
+                if line.strip() not in replay.NOTHING:
                     spool.records += 1
                     size += len(line)
         if not size:
@@ -143,14 +139,6 @@ def _add(spool: _Spool, path: Path, sent: int, budget: int) -> int:
     if name and name["host"] == os.uname().nodename and _runs(int(name["pid"])):
         spool.running.add(int(name["pid"]))
     return budget
-
-
-def _offsets(path: Path) -> dict[str, int]:
-    """How far `replay` has sent each file."""
-    try:
-        return {str(name): int(offset) for name, offset in json.loads(path.read_text()).items()}
-    except (OSError, ValueError, AttributeError, TypeError):
-        return {}
 
 
 def _runs(pid: int) -> bool:

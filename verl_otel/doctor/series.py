@@ -82,22 +82,13 @@ def _twice(prometheus: Backend) -> Iterator[Finding]:
 
 
 def _runs(prometheus: Backend) -> Iterator[Finding]:
-    for series in prometheus.query(_WITHOUT_STEPS):
-        run = series["metric"].get("verl_run_id", "")
-        yield note(
-            "VO-RUN-WITHOUT-STEPS",
-            f"run {run} has processes, and has not logged a step yet",
-            "if it should have: is the hook tracking on, and does the trainer call Tracking.log?",
-            run=run,
-        )
-    for series in prometheus.query(_NO_MFU):
-        run = series["metric"].get("verl_run_id", "")
-        yield note(
-            "VO-RUN-WITHOUT-MFU",
-            f"run {run}: verl says that its MFU is 0, and its throughput is not",
-            "verl does not know the FLOPs of this model or GPU: the 0 is verl's, and means nothing",
-            run=run,
-        )
+    for id, query, what, fix in (
+        ("VO-RUN-WITHOUT-STEPS", _WITHOUT_STEPS, "it has processes, and has not logged a step yet", _FIX_OF_NO_STEPS),
+        ("VO-RUN-WITHOUT-MFU", _NO_MFU, "verl says that its MFU is 0, and its throughput is not", _FIX_OF_NO_MFU),
+    ):
+        for series in prometheus.query(query):
+            run = series["metric"].get("verl_run_id", "")
+            yield note(id, f"run {run}: {what}", fix, run=run)
     for id, query, label, what, fix in (
         ("VO-TELEMETRY-DROPPED", _DROPPED, "verl_otel_reason", "telemetry was lost", _FIX_OF_DROPPED),
         ("VO-TELEMETRY-FAILED", _FAILED, "verl_otel_site", "parts of verl-otel failed or warned", _FIX_OF_FAILED),
@@ -108,6 +99,8 @@ def _runs(prometheus: Backend) -> Iterator[Finding]:
             yield warning(id, f"{what} in runs that Prometheus shows now: {shown}", fix, counts=counts)
 
 
+_FIX_OF_NO_STEPS = "if it should have: is the hook tracking on, and does the trainer call Tracking.log?"
+_FIX_OF_NO_MFU = "verl does not know the FLOPs of this model or GPU: the 0 is verl's, and means nothing"
 _FIX_OF_DROPPED = "see the log of the runs; spool_full and spool_failed: give VERL_OTEL_FOLDER more room"
 _FIX_OF_FAILED = "look for `verl-otel:` in the log of the runs; each is said once, with what to do"
 

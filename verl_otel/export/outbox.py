@@ -10,10 +10,8 @@ What was handed over is what was delivered, spooled and dropped, less what was t
 and what is still pending.
 """
 
-import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,12 +19,9 @@ from typing import Any
 
 from opentelemetry.instrumentation.utils import suppress_instrumentation
 
-from verl_otel import border
+from verl_otel import border, forks
 from verl_otel.export.otlp_http import Answer, Endpoint, Outcome
 from verl_otel.export.spool import Kept, NotKept, Spool
-
-MAX_BYTES = 32 << 20
-"""Bytes of requests that wait in memory; more go to the spool."""
 
 STALLED = 1.0
 """Seconds after which a request that waits, or is under way, is spooled."""
@@ -92,6 +87,7 @@ class Outbox:
         endpoints: signal -> where it goes.
         spool: takes what cannot be sent now.
         count: called with (signal, what became of them, how many items, why).
+        max_bytes: of requests that wait in memory; more go to the spool.
     """
 
     def __init__(
@@ -99,7 +95,7 @@ class Outbox:
         endpoints: Mapping[str, Endpoint],
         spool: Spool,
         count: Callable[[str, str, int, str], None],
-        max_bytes: float = MAX_BYTES,
+        max_bytes: float,
     ) -> None:
         self._spool = spool
         self._count = count
@@ -109,8 +105,7 @@ class Outbox:
         self._reset({})
         for signal, endpoint in endpoints.items():
             self.open(signal, endpoint)
-        reset = weakref.WeakMethod(self._in_child)
-        os.register_at_fork(after_in_child=lambda: (call := reset()) and call())
+        forks.in_child(self._in_child)
 
     @property
     def folder(self) -> str:

@@ -32,7 +32,6 @@ import socketserver
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -43,7 +42,7 @@ from opentelemetry.sdk.metrics.export import MetricsData
 from opentelemetry.sdk.resources import Resource
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from verl_otel import border, config
+from verl_otel import border, config, forks
 from verl_otel.export import targets
 from verl_otel.identity import LAUNCHER
 from verl_otel.semconv import attributes as attr
@@ -116,17 +115,6 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             pass
 
 
-_readers: "weakref.WeakSet[PrometheusReader]" = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for reader in list(_readers):
-        reader._forget()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
 class PrometheusReader(PrometheusMetricReader):
     """Serves what the SDK has, when it is asked; makes no difference to any other registry of `prometheus_client`.
 
@@ -156,7 +144,7 @@ class PrometheusReader(PrometheusMetricReader):
         self._server: _Server | None = None
         self._file = ""
         self._started = threading.Event()
-        _readers.add(self)
+        forks.in_child(self._forget)
         threading.Thread(target=self._run, name="verl-otel-prometheus", daemon=True).start()
 
     def address(self, timeout: float = 10.0) -> str:

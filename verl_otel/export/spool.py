@@ -10,11 +10,10 @@ import contextlib
 import os
 import secrets
 import threading
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_otel import border, config
+from verl_otel import border, config, forks
 from verl_otel.export import otlp_json
 
 MAX_BYTES = 1 << 30
@@ -82,8 +81,7 @@ class Spool:
         self._name = name
         self._max_bytes = max_bytes
         self._reset()
-        reset = weakref.WeakMethod(self._reset)
-        os.register_at_fork(after_in_child=lambda: (call := reset()) and call())
+        forks.in_child(self._reset)
 
     def _reset(self) -> None:
         """At first, and in a forked child, which has a spool of its own."""
@@ -132,7 +130,7 @@ class Spool:
         return queue is not None and queue.records > 0
 
     def peek(self, signal: str) -> Record | None:
-        """The oldest request of a signal; it stays until `done`, `cancel` or `leave`.
+        """The oldest request of a signal; it stays until `done` or `leave`.
 
         Raises:
             OSError: it cannot be read now.

@@ -60,18 +60,6 @@ STATUS = Metric(
     hw_metrics.HW_STATUS, UP_DOWN_COUNTER, "1", "1 for the GPU's state, 0 for the other: ok, or failed (off the bus)"
 )
 
-ALL = (
-    UTILIZATION,
-    MEMORY_USAGE,
-    MEMORY_LIMIT,
-    MEMORY_UTILIZATION,
-    POWER,
-    ENERGY,
-    TEMPERATURE,
-    ERRORS,
-    STATUS,
-)
-
 _IS_GPU = {TYPE: hw_attributes.HwTypeValues.GPU.value}
 
 FIELDS = {
@@ -88,3 +76,5 @@ FIELDS = {
     "status.failed": (STATUS, {**_IS_GPU, STATE: hw_attributes.HwStateValues.FAILED.value}),
 }
 """What a reader gives or the sampler derives -> its metric, and the attributes that tell it from the others of that."""
+
+ALL = tuple(dict.fromkeys(metric for metric, _ in FIELDS.values()))

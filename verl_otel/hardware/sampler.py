@@ -3,15 +3,13 @@
 import logging
 import os
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from opentelemetry.metrics import MeterProvider, Observation
 
-from verl_otel import border
+from verl_otel import border, forks
 from verl_otel.hardware import host, names, readers, visible
 from verl_otel.hardware.board import Board
 from verl_otel.hardware.election import Election
@@ -73,7 +71,7 @@ class Sampler:
                 error,
             )
             return
-        os.register_at_fork(after_in_child=partial(_forget_in_child, weakref.ref(self)))
+        forks.in_child(self._forget)
         self._stopping.wait(min(FIRST_TRY, self._interval))
         try:
             while not self._stopping.is_set():
@@ -88,7 +86,7 @@ class Sampler:
             self._board.clear()
             election.leave()
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """In a forked child, which exports too: show nothing, and keep no lock when the parent dies."""
         self._board.clear()
         if self._election is not None:
@@ -206,9 +204,3 @@ def _rank(ranks: Sequence[str | None]) -> str:
     """The rank of the one rank worker on a device; `all` if it is not exactly one."""
     workers = [rank for rank in ranks if rank is not None]
     return workers[0] if len(workers) == 1 else attr.ALL_RANKS
-
-
-def _forget_in_child(reference: weakref.ref[Sampler]) -> None:
-    sampler = reference()
-    if sampler is not None:
-        sampler.forget()

@@ -93,7 +93,7 @@ def replay(
                     if not line.endswith(b"\n"):
                         done.unreadable += 1  # a torn tail, or a process that is still writing: not taken as sent
                     elif start < state.offset(path.name):
-                        done.before += line.strip() not in _NOTHING
+                        done.before += line.strip() not in NOTHING
                     else:
                         sender.send(line)
                         state.set(path.name, end)
@@ -111,7 +111,7 @@ def _recordings(folder: Path) -> list[tuple[Path, int]]:
     return [(path, size) for _, path, size in sorted(found)]
 
 
-_NOTHING = {b"", *(otlp_json.empty(signal) for signal in otlp_http.SIGNALS)}
+NOTHING = {b"", *(otlp_json.empty(signal) for signal in otlp_http.SIGNALS)}
 """Records that the process itself has sent, and blanked."""
 
 
@@ -205,15 +205,20 @@ def _only_one(folder: Path) -> Iterator[None]:
 _CANNOT_NOTE = "how far it was sent cannot be noted in {} ({}): copy the folder to where you may write, and give that"
 
 
+def offsets(path: Path) -> dict[str, int]:
+    """File -> how far it was sent, by the `STATE` of its folder."""
+    try:
+        return {str(name): int(offset) for name, offset in json.loads(path.read_text()).items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
 class _State:
     """How far each file of a folder was sent: name -> offset of the first byte that was not."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            self._offsets = {str(name): int(offset) for name, offset in json.loads(path.read_text()).items()}
-        except (OSError, ValueError, AttributeError, TypeError):
-            self._offsets = {}
+        self._offsets = offsets(path)
         self._write()  # before anything is sent
 
     def offset(self, name: str) -> int:

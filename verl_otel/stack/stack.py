@@ -26,7 +26,6 @@ class Stack:
     Args:
         folder: logs and data.
         listen: port by name, as in `ports.USUAL`, which the others have; free ones by default.
-        environment: for all of them.
         traces_on_disk: Jaeger's traces outlive its restart.
         rules: Prometheus' alert rules.
         relay: with the alert relay: the file that says to which chat robots alerts go, or empty for the one robot of
@@ -39,7 +38,6 @@ class Stack:
         self,
         folder: Path,
         listen: Mapping[str, int] | None = None,
-        environment: Mapping[str, str] | None = None,
         traces_on_disk: bool = False,
         rules: Path = RULES,
         relay: str | None = None,
@@ -48,7 +46,6 @@ class Stack:
     ) -> None:
         self.folder = folder
         self.ports = ports.free_ports(ports.USUAL) if listen is None else {**ports.USUAL, **listen}
-        self.environment = dict(environment or {})
         self.traces_on_disk = traces_on_disk
         self.rules = rules
         self.relay = relay
@@ -162,7 +159,7 @@ class Stack:
     def _spawn(self, name: str) -> None:
         command, own = SERVICES[name].start(self)
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OTEL_", "VERL_OTEL_", "TRACEPARENT"))}
-        environment = {**inherited, **self.environment, **own}
+        environment = {**inherited, **own}
         with uninterrupted():
             self.processes[name] = Process.start(command, environment, self.folder, self.log(name))
             self._note()

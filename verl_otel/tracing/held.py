@@ -59,7 +59,7 @@ class HeldSpan(Span):
         self._later: Callable[[], Mapping[str, Any]] | None = None
         self._weight = 1
 
-    def child(self, name: str, kind: SpanKind, attributes: Mapping[str, Any], start: int | None = None) -> HeldSpan:
+    def child(self, name: str, kind: SpanKind, attributes: Mapping[str, Any], start: int | None) -> HeldSpan:
         """A held span under this one."""
         made = HeldSpan(self._parent, name, kind, attributes, start, place=self._place)
         self._children.append(made)

@@ -9,6 +9,7 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -44,7 +45,7 @@ def extract(carrier: object) -> Context | None:
         return None
 
 
-def with_carrier(func: Callable[..., Any], kind: str = BY_REFERENCE) -> Callable[..., Any]:
+def with_carrier(func: Callable[..., Any]) -> Callable[..., Any]:
     """`func` with the extra keyword argument `CARRIER`, run in the context that arrives by it.
 
     A plain closure: classes that Ray pickles by value keep it, which they would not keep a wrapt proxy.
@@ -112,7 +113,7 @@ def with_carrier(func: Callable[..., Any], kind: str = BY_REFERENCE) -> Callable
             finally:
                 detach(token)
 
-    declare_carrier(wrapper, func, kind)
+    declare_carrier(wrapper, func, BY_REFERENCE)
     return wrapper
 
 
@@ -148,7 +149,7 @@ class _ContextExecutor(ThreadPoolExecutor):
         return super().submit(contextvars.copy_context().run, fn, *args, **kwargs)
 
 
-_with_executor: set[int] = set()
+_with_executor: "weakref.WeakSet[asyncio.AbstractEventLoop]" = weakref.WeakSet()
 
 
 def into_threads() -> None:
@@ -156,8 +157,8 @@ def into_threads() -> None:
     reward functions there, by `run_in_executor`, which does not copy it. Once per loop; never raises."""
     try:
         loop = asyncio.get_running_loop()
-        if id(loop) not in _with_executor:
-            _with_executor.add(id(loop))
+        if loop not in _with_executor:
+            _with_executor.add(loop)
             loop.set_default_executor(_ContextExecutor(thread_name_prefix="asyncio"))
     except RuntimeError:  # no loop is running, or it is closing
         pass

@@ -10,7 +10,7 @@ from typing import Any
 import requests
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from verl_otel.bridges.events import RunIdentity, identity_of
+from verl_otel.bridges.events import RunIdentity, attributes_of, identity_of
 from verl_otel.bridges.mlflow.runs import Runs
 from verl_otel.bridges.sink import Refused, TryLater
 
@@ -35,8 +35,7 @@ class Traces:
         groups: dict[RunIdentity, list[Any]] = {}
         left_out = 0
         for resource_spans in request.resource_spans:
-            attributes = {a.key: _scalar(a.value) for a in resource_spans.resource.attributes}
-            identity = identity_of(attributes)
+            identity = identity_of(attributes_of(resource_spans.resource.attributes))
             if identity is None:
                 left_out += sum(len(scope.spans) for scope in resource_spans.scope_spans)
             else:
@@ -97,8 +96,3 @@ def _split(request: ExportTraceServiceRequest) -> Iterator[ExportTraceServiceReq
                     part, roots, target = ExportTraceServiceRequest(), 0, None
     if part.resource_spans:
         yield part
-
-
-def _scalar(value: Any) -> Any:
-    kind = value.WhichOneof("value")
-    return getattr(value, kind) if kind in {"string_value", "int_value", "double_value", "bool_value"} else None
