@@ -312,8 +312,6 @@ class Telemetry:
                 self.budget.spend(0.4, broadcast)
             except Exception:
                 border.caught("flushing the other processes")
-        if self.control is not None:
-            self.control.close()
         self.background.defer(self.server_targets.remove)
         self.budget.spend(0.6, self.flush)
         self.recorder.ended()

@@ -18,6 +18,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from verl_otel import cli, dashboards
 from verl_otel.dashboards import layout, panels, queries, uids
 from verl_otel.semconv import registry
+from verl_otel.semconv.prometheus import prometheus_label
 
 ROOT = Path(__file__).resolve().parents[2]
 BOARDS = grafana.load()
@@ -156,7 +157,7 @@ def test_every_metric_in_a_query_is_in_the_registry_or_a_named_one_of_others(que
 
 @every_query
 def test_every_label_in_a_query_is_an_attribute_of_the_registry_or_a_named_one_of_others(query):
-    attributes = {queries.label(name) for name in (*registry.load().attributes, queries.CLUSTER)} | OTHER_LABELS
+    attributes = {prometheus_label(name) for name in (*registry.load().attributes, queries.CLUSTER)} | OTHER_LABELS
     expr = put_in(query)
     matched = {matcher.name for selector in grafana.selectors(expr) for matcher in selector.matchers.matchers}
     assert matched <= attributes
@@ -256,7 +257,7 @@ def test_the_spans_queries_are_promql_with_names_of_the_registry():
         for selector in grafana.selectors(expr):
             assert selector.name in known or selector.name.rpartition("_")[0] in known
     for tag in source["jsonData"]["tracesToMetrics"]["tags"]:
-        assert tag["key"] in registry.load().attributes and tag["value"] == queries.label(tag["key"])
+        assert tag["key"] in registry.load().attributes and tag["value"] == prometheus_label(tag["key"])
 
 
 def test_a_name_that_the_registry_does_not_have_cannot_be_built():

@@ -8,12 +8,13 @@ from verl_otel.dashboards.panels import RUN_COLUMNS, About, Column, Query, lines
 from verl_otel.dashboards.queries import FRESH, REDUCED
 from verl_otel.dashboards.uids import FLEET, RUN
 from verl_otel.semconv import attributes as attr
+from verl_otel.semconv.prometheus import prometheus_label
 from verl_otel.semconv.stages import STEP_TIMER
 
 _NAMES = (attr.PROJECT_NAME, attr.EXPERIMENT_NAME)
 _ENDS = {-4: ("failed", "red"), -3: ("killed", "purple"), -2: ("stopped", "blue"), -1: ("finished", "text")}
 """How a run may have ended, by the number that stands for it."""
-_RUN_ID, _ATTEMPT = (queries.label(attribute) for attribute in queries.RUN)
+_RUN_ID, _ATTEMPT = (prometheus_label(attribute) for attribute in queries.RUN)
 
 
 def board(mlflow: str) -> Dashboard:

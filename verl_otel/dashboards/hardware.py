@@ -7,6 +7,7 @@ from verl_otel.dashboards.panels import LOST, About, Column, Query, bars, heat, 
 from verl_otel.dashboards.uids import HARDWARE
 from verl_otel.hardware import names
 from verl_otel.semconv import attributes as attr
+from verl_otel.semconv.prometheus import prometheus_label
 
 _GPU = (attr.HOST_NAME, names.ID, names.NAME)
 """What tells GPUs apart. Two runs on one GPU both say its values: they are not added up."""
@@ -123,7 +124,7 @@ def _gpus(board: Dashboard) -> None:
 
 def _last_xid() -> str:
     """Code of the last XID of each GPU that a run uses, by its UUID."""
-    gpu = queries.label(names.ID)
+    gpu = prometheus_label(names.ID)
     code = f'max by ({gpu}) (label_replace(DCGM_FI_DEV_XID_ERRORS, "{gpu}", "$1", "UUID", "(.+)"))'
     return f"{_each('hw.gpu.memory.limit')} * 0 + on ({gpu}) group_left () {code}"
 

@@ -13,6 +13,7 @@ from grafana_foundation_sdk.models import dashboard as models
 
 from verl_otel.dashboards import queries
 from verl_otel.semconv import attributes as attr
+from verl_otel.semconv.prometheus import prometheus_label
 
 PROMETHEUS = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 TAG = "verl"
@@ -35,7 +36,7 @@ class _FiringAlerts(Builder[models.AnnotationQuery], models.AnnotationQuery):
     """Firing alerts as marks on all panels, with the fields of Prometheus' data source that the SDK's model lacks."""
 
     def __init__(self) -> None:
-        run = queries.label(attr.RUN_ID)
+        run = prometheus_label(attr.RUN_ID)
         super().__init__(
             name="Firing alerts",
             datasource=PROMETHEUS,
@@ -131,7 +132,7 @@ def _filter(name: str, before: Sequence[str]) -> Builder[models.VariableModel]:
         .label(name.capitalize())
         .description(f"{attribute}; any, if All")
         .datasource(PROMETHEUS)
-        .query({"query": f"label_values({found}, {queries.label(attribute)})", "refId": "StandardVariableQuery"})
+        .query({"query": f"label_values({found}, {prometheus_label(attribute)})", "refId": "StandardVariableQuery"})
         .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
         .sort(models.VariableSort.ALPHABETICAL_DESC if newest_first else models.VariableSort.NUMERICAL_ASC)
         .multi(True)

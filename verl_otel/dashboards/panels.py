@@ -15,6 +15,7 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 from verl_otel.dashboards import queries
 from verl_otel.dashboards.layout import PROMETHEUS
 from verl_otel.semconv import attributes as attr
+from verl_otel.semconv.prometheus import prometheus_label
 
 OF_RUN = "{{verl_run_id}} #{{verl_run_attempt}}"
 """Legend of a line: run and attempt."""
@@ -176,7 +177,7 @@ def rows(
         for index, column in enumerate(columns)
     ]
     values = {"Value" if len(columns) == 1 else f"Value #{chr(ord('A') + i)}": c for i, c in enumerate(columns)}
-    labels = {queries.label(attribute): title for attribute, title in keys.items()}
+    labels = {prometheus_label(attribute): title for attribute, title in keys.items()}
     order = [*labels, *values]
     organize = {
         "excludeByName": {"Time": True},

@@ -10,7 +10,7 @@ from opentelemetry.semconv._incubating.attributes import k8s_attributes
 
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import registry
-from verl_otel.semconv.prometheus import prometheus_name
+from verl_otel.semconv.prometheus import prometheus_label, prometheus_name
 from verl_otel.semconv.registry import Metric
 
 CLUSTER = k8s_attributes.K8S_CLUSTER_NAME
@@ -60,15 +60,10 @@ def known(metric: str) -> Metric:
     return registry.load().metrics[metric]
 
 
-def label(attribute: str) -> str:
-    """The Prometheus label of an attribute."""
-    return attribute.replace(".", "_")
-
-
 def select(name: str, where: Matchers | None = None, chosen: Mapping[str, str] = CHOSEN_RUN) -> str:
     """A selector for a Prometheus name, of the runs that the variables choose."""
-    matchers = [f'{label(attribute)}=~"${variable}"' for attribute, variable in chosen.items()]
-    matchers += [f"{label(attribute)}{test}" for attribute, test in (where or {}).items()]
+    matchers = [f'{prometheus_label(attribute)}=~"${variable}"' for attribute, variable in chosen.items()]
+    matchers += [f"{prometheus_label(attribute)}{test}" for attribute, test in (where or {}).items()]
     return f"{name}{{{','.join(matchers)}}}"
 
 
@@ -157,4 +152,4 @@ def firing(where: Matchers | None = None) -> str:
 
 
 def _labels(attributes: Sequence[str]) -> str:
-    return ", ".join(label(attribute) for attribute in attributes)
+    return ", ".join(prometheus_label(attribute) for attribute in attributes)

@@ -7,6 +7,7 @@ from verl_otel.dashboards.panels import OF_RUN, RUN_COLUMNS, About, Column, Quer
 from verl_otel.dashboards.queries import BY_ROLE, PER_RANK, REDUCED
 from verl_otel.dashboards.uids import STAGES
 from verl_otel.semconv import attributes as attr
+from verl_otel.semconv.prometheus import prometheus_label
 from verl_otel.semconv.stages import STEP_TIMER
 
 _CALLS = {**PER_RANK, **BY_ROLE}
@@ -139,7 +140,7 @@ def _ranks(board: Dashboard) -> None:
         )
     )
     mean = "sum by ({0}) ({1}) / (sum by ({0}) ({2}) > 0)".format(
-        f"{attr.RANK}, {queries.label(attr.WORKER_METHOD)}",
+        f"{attr.RANK}, {prometheus_label(attr.WORKER_METHOD)}",
         *(
             f"last_over_time({queries.series('verl.worker.duration', _CALLS, part)}[$__range])"
             for part in ("sum", "count")
@@ -148,7 +149,7 @@ def _ranks(board: Dashboard) -> None:
     board.with_panel(
         matrix(
             "Mean duration of a call: method by rank",
-            queries.label(attr.WORKER_METHOD),
+            prometheus_label(attr.WORKER_METHOD),
             attr.RANK,
             mean,
             About.of("verl.worker.duration", "Over the whole life of the chosen runs' processes, all of them together"),

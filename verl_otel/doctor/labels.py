@@ -1,6 +1,5 @@
 """What the user's resource attributes do to the labels by which runs, ranks and processes are told apart."""
 
-import re
 from collections.abc import Iterator
 from urllib.parse import unquote
 
@@ -8,6 +7,7 @@ from verl_otel.doctor.asked import Asked
 from verl_otel.doctor.findings import Finding, note, ok, warning
 from verl_otel.identity import RESOURCE_ATTRIBUTES
 from verl_otel.semconv import attributes as attr
+from verl_otel.semconv.prometheus import prometheus_label
 
 _OF_PROMETHEUS = {"job", "instance", "le", "quantile", "__name__"}
 _OF_POINTS = {attr.RANK, attr.STAGE, attr.MODEL_TYPE}
@@ -45,7 +45,7 @@ def _conflicts(keys: list[str], service_name: str) -> Iterator[Finding]:
             "tell them apart by verl.process.role; without it they are verl-trainer, verl-worker, ...",
         )
     for key in keys:
-        label = _label(key)
+        label = prometheus_label(key)
         if key in _OF_THE_RUN:
             yield warning(
                 "VO-RESOURCE-OF-THE-RUN",
@@ -77,9 +77,9 @@ def _conflicts(keys: list[str], service_name: str) -> Iterator[Finding]:
             )
     by_label: dict[str, set[str]] = {}
     for key in keys:
-        by_label.setdefault(_label(key), set()).add(key)
+        by_label.setdefault(prometheus_label(key), set()).add(key)
     for label, same in sorted(by_label.items()):
-        ours = {name for name in (*_OF_THE_RUN, *_OF_A_PROCESS, *_OF_POINTS) if _label(name) == label}
+        ours = {name for name in (*_OF_THE_RUN, *_OF_A_PROCESS, *_OF_POINTS) if prometheus_label(name) == label}
         both = sorted(same | ours) if same - ours else []
         if len(both) > 1:
             yield warning(
@@ -92,7 +92,3 @@ def _conflicts(keys: list[str], service_name: str) -> Iterator[Finding]:
 
 
 _VARIABLES = {attr.RUN_ID: "VERL_OTEL_RUN_ID", attr.RUN_ATTEMPT: "VERL_OTEL_RUN_ATTEMPT"}
-
-
-def _label(attribute: str) -> str:
-    return re.sub(r"[^a-zA-Z0-9_]", "_", attribute)

@@ -46,6 +46,7 @@ from verl_otel import border, config, forks
 from verl_otel.export import targets
 from verl_otel.identity import LAUNCHER
 from verl_otel.semconv import attributes as attr
+from verl_otel.semconv.prometheus import prometheus_label
 
 TARGET_LABELS = (
     attr.RUN_ID,
@@ -132,7 +133,7 @@ class PrometheusReader(PrometheusMetricReader):
         super().__init__(registry=registry)
         self._resource = resource
         self._labels = {
-            targets.label(key): str(resource.attributes[key]) for key in TARGET_LABELS if key in resource.attributes
+            prometheus_label(key): str(resource.attributes[key]) for key in TARGET_LABELS if key in resource.attributes
         }
         self._run_id = str(resource.attributes.get(attr.RUN_ID, "no-run"))
         self._extend = extend

@@ -16,6 +16,7 @@ from verl_otel import border, config
 from verl_otel.export import targets
 from verl_otel.identity import ROLLOUT_SERVER, Identity
 from verl_otel.semconv import attributes as attr
+from verl_otel.semconv.prometheus import prometheus_label
 
 TRIES, PAUSE, TIMEOUT = 3, 2.0, 5.0
 """How often a server is asked, and the seconds between and for one."""
@@ -40,9 +41,9 @@ class ServerTargets:
             model = "teacher" if getattr(replica, "is_teacher_model", False) else model
             labels = {
                 **targets.of_run(self._identity),
-                targets.label(attr.PROCESS_ROLE): ROLLOUT_SERVER,
-                targets.label(attr.REPLICA): str(replica.replica_rank),
-                targets.label(attr.ENGINE): str(replica.config.name),
+                prometheus_label(attr.PROCESS_ROLE): ROLLOUT_SERVER,
+                prometheus_label(attr.REPLICA): str(replica.replica_rank),
+                prometheus_label(attr.ENGINE): str(replica.config.name),
                 attr.MODEL_TYPE: model,
             }
             announcement = (f"{self._identity.run_id}-{model}-{replica.replica_rank}", address, labels)
@@ -56,7 +57,7 @@ class ServerTargets:
         try:
             if not _has_metrics(address):
                 return
-            labels[targets.label(attr.HOST_NAME)] = _host_name(address)
+            labels[prometheus_label(attr.HOST_NAME)] = _host_name(address)
             with self._lock:
                 if not self._closed:
                     targets.write(self._folder, name, address, labels)

@@ -18,13 +18,9 @@ from typing import Any
 
 from verl_otel.identity import Identity
 from verl_otel.semconv import attributes as attr
+from verl_otel.semconv.prometheus import prometheus_label
 
 PROCESSES, ROLLOUT_SERVERS = "prometheus", "rollout-servers"
-
-
-def label(attribute: str) -> str:
-    """The name of an attribute as a label."""
-    return attribute.replace(".", "_")
 
 
 def write(folder: str, name: str, address: str, labels: Mapping[str, str]) -> str:
@@ -60,7 +56,10 @@ def remove(path: str) -> None:
 
 def remove_all(folder: str, run_id: str, attempt: Any) -> None:
     """Remove the files of one attempt of a run."""
-    ours: Sequence[tuple[str, str]] = ((label(attr.RUN_ID), run_id), (label(attr.RUN_ATTEMPT), str(attempt)))
+    ours: Sequence[tuple[str, str]] = (
+        (prometheus_label(attr.RUN_ID), run_id),
+        (prometheus_label(attr.RUN_ATTEMPT), str(attempt)),
+    )
     beginning = os.path.join(folder, _file_name(run_id))
     for path in glob.glob(glob.escape(beginning) + "-*.json"):  # and of runs whose name goes on like this
         try:
@@ -80,7 +79,7 @@ def of_run(identity: Identity) -> dict[str, str]:
         attr.PROJECT_NAME: identity.project,
         attr.EXPERIMENT_NAME: identity.experiment,
     }
-    return {label(name): value for name, value in found.items() if value}
+    return {prometheus_label(name): value for name, value in found.items() if value}
 
 
 def _file_name(text: str) -> str:

@@ -36,6 +36,11 @@ def prometheus_name(name: str, unit: str, instrument: str) -> str:
     return f"_{joined}" if joined[:1].isdigit() else joined
 
 
+def prometheus_label(attribute: str) -> str:
+    """The name of an attribute as a label."""
+    return re.sub(r"[^a-zA-Z0-9_]", "_", attribute)
+
+
 def _unit(unit: str, words: dict[str, str]) -> str:
     """The suffix for one part of a unit; none for an annotation such as `{token}`."""
     unit = unit.strip()
