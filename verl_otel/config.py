@@ -71,6 +71,9 @@ CONTROL_MAX_PAUSE = "VERL_OTEL_CONTROL_MAX_PAUSE"
 ACTIVE = "VERL_OTEL_ACTIVE"
 """Set by the launcher for its workers, not by users: the process belongs to an instrumented run."""
 
+NAMES = frozenset(v for v in list(globals().values()) if isinstance(v, str) and v.startswith("VERL_OTEL_"))
+"""All of these variables: what a training reads, and what goes to its workers."""
+
 LARGEST = 1e9
 
 ENDPOINT_VARIABLES = (

@@ -33,7 +33,8 @@ _SHOWN_ENDINGS = ("_PROTOCOL", "_TIMEOUT", "_COMPRESSION", "_LIMIT", "_DELAY", "
 _NOT_OF_A_TRAINING = (
     *("VERL_OTEL_LISTEN_", "VERL_OTEL_HEALTH", "VERL_OTEL_SELF_", "VERL_OTEL_QUEUE_FOLDER", "VERL_OTEL_GATEWAY"),
     *("VERL_OTEL_BRIDGE_", "VERL_OTEL_SCRAPE_", "VERL_OTEL_TLS", "VERL_OTEL_TOKENS", "VERL_OTEL_HTPASSWD"),
-    *("VERL_OTEL_BACKENDS_", "VERL_OTEL_CACHE", "VERL_OTEL_TEST_", "VERL_OTEL_ALERT_", "VERL_OTEL_SQL"),
+    *("VERL_OTEL_BACKENDS_", "VERL_OTEL_CACHE", "VERL_OTEL_TEST_", "VERL_OTEL_RELAY_", "VERL_OTEL_SQL_"),
+    *("VERL_OTEL_INFLUX_", "VERL_OTEL_RECEIVER", "VERL_OTEL_STEP_MAX", "VERL_OTEL_KEEP_"),
 )
 """Beginnings of variables that the Collector, the bridge and the like read."""
 
@@ -60,7 +61,7 @@ def check(asked: Asked) -> Iterator[Finding]:
 
 def _known() -> set[str]:
     """The names of variables that somebody in a training process reads."""
-    names = {value for value in vars(config).values() if isinstance(value, str) and value.startswith("VERL_OTEL_")}
+    names = set(config.NAMES)
     for module in _NAMES_OF_OTEL:
         found = vars(importlib.import_module(module))
         names |= {value for value in found.values() if isinstance(value, str) and value.startswith("OTEL_")}

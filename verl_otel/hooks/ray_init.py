@@ -23,9 +23,6 @@ from verl_otel.hooks.patches import Patches
 if TYPE_CHECKING:
     from verl_otel.assembly import Telemetry
 
-_CARRIED_PREFIXES = ("OTEL_", "VERL_OTEL_")
-_OF_OUR_SERVICES = ("VERL_OTEL_BRIDGE_", "VERL_OTEL_RELAY_")
-"""Tokens, and addresses with keys in them: nothing for a worker, nor for Ray's logs."""
 _PERCENT_ENCODED = ("_HEADERS", "OTEL_RESOURCE_ATTRIBUTES")
 
 _OF_A_PLACE = re.compile(
@@ -72,7 +69,8 @@ def environment(t: Telemetry) -> dict[str, str]:
     env = {
         key: _literal(key, value)
         for key, value in os.environ.items()
-        if key.startswith(_CARRIED_PREFIXES) and not key.startswith(_OF_OUR_SERVICES)
+        # Not VERL_OTEL_* of our services: tokens, URLs with keys in them. They are not for a worker, nor for Ray's logs.
+        if key.startswith("OTEL_") or key in config.NAMES
     }
     shared = _shared_attributes(env.pop(identity.RESOURCE_ATTRIBUTES, ""))
     if shared:  # behind the worker's own, which Ray puts in there
