@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from html.parser import HTMLParser
 
@@ -133,6 +134,7 @@ def test_a_recorded_run_becomes_a_page(recorded):
     ]
     assert data["timelines"][0]["lanes"] == ["trainer", "rank 0"]
     assert [share["step"] for share in data["shares"]] == [1, 2, 3]
+    assert set(data["shares"][0]["seconds"]) <= set(data["colors"]), "as in the time line"
     assert set(data["shares"][0]["seconds"]) == {"rollout", "update_actor", "(no stage)"}
     assert all(seconds >= 0 for share in data["shares"] for seconds in share["seconds"].values())
     assert data["curves"]["critic/score/mean"] == [{"attempt": 1, "x": [1, 2, 3], "y": [0.0, 1 / 3, 2 / 3], "bad": 0}]
@@ -251,7 +253,7 @@ def test_the_time_lines_of_a_long_run_are_the_first_the_last_and_the_slowest(roo
 
 
 def test_a_missing_folder_says_what_to_give(tmp_path):
-    with pytest.raises(reader.NoRecording, match="is not a folder: give the run folder"):
+    with pytest.raises(reader.NoRecording, match="is not a folder: give the one"):
         reader.load(tmp_path / "missing")
 
 
@@ -273,6 +275,34 @@ def test_the_command_writes_where_it_is_told(recorded, tmp_path, capsys):
     assert not (recorded / "report.html").exists()
 
 
+def test_without_a_folder_it_is_of_the_run_that_was_recorded_last(recorded, monkeypatch, capsys):
+    older = recorded.parent / "z-older" / "trainer-node-1.traces.jsonl"
+    older.parent.mkdir()
+    older.write_text("")
+    os.utime(older, (1, 1))
+    monkeypatch.setenv("VERL_OTEL_FOLDER", str(recorded.parent))
+    assert main(["report"]) == 0
+    assert capsys.readouterr().out.strip() == str(recorded / "report.html")
+    monkeypatch.setenv("VERL_OTEL_FOLDER", str(recorded / "none"))
+    assert main(["report"]) == 1
+    assert f"no run is recorded in {recorded / 'none'}" in capsys.readouterr().err
+
+
+def test_runs_are_not_mixed_on_one_page(root, capsys):
+    for run in ("run-1", "run-2"):
+        Run(run).finished()
+    assert main(["report", str(root)]) == 1
+    assert "has several runs, give the folder of one: run-1, run-2" in capsys.readouterr().err
+    assert not (root / "report.html").exists()
+
+
+def test_a_page_that_cannot_be_written_is_said(recorded, tmp_path, capsys):
+    assert main(["report", str(recorded), "-o", str(tmp_path / "none" / "page.html")]) == 1
+    out, err = capsys.readouterr()
+    assert (out, "Traceback" in err) == ("", False)
+    assert err.startswith(f"verl-otel: {tmp_path}/none/page.html cannot be written (No such file or directory)")
+
+
 def test_making_the_page_again_gives_the_same_page(recorded):
     assert main(["report", str(recorded)]) == 0
     first = (recorded / "report.html").read_text()
@@ -289,7 +319,7 @@ def test_the_command_fails_with_a_message_where_nothing_is_recorded(tmp_path, ca
     assert err.startswith("verl-otel: ") and str(tmp_path / "run") in err
 
 
-@pytest.mark.parametrize("arguments", [[], ["report"], ["report", "a", "--unknown"], ["unknown"]])
+@pytest.mark.parametrize("arguments", [[], ["report", "a", "--unknown"], ["unknown"]])
 def test_wrong_arguments_are_a_usage_error(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         main(arguments)

@@ -70,6 +70,11 @@ class Providers:
         """Whether the meter provider was made here, so that its exports are extended."""
         return self.meter in _made
 
+    def exporters(self) -> dict[str, list[str]]:
+        """By signal the exporters of the providers that were made here: where others send is not known."""
+        signals = {"traces": self.tracer, "metrics": self.meter, "logs": self.logger}
+        return {signal: exporter_names(signal) for signal, provider in signals.items() if provider in _made}
+
     def shut_down_ours(self) -> None:
         """Shut down those that were made here; called at the end of the process, since they stay the global ones."""
         for provider in (self.meter, self.logger, self.tracer):

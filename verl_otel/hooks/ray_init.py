@@ -2,7 +2,7 @@
 
 A worker may be on a cluster that was started before, without any of our settings; the runtime_env's `env_vars` reach it
 there as well. Keys that the user, verl or `ray job submit` have set are left alone. What `OTEL_RESOURCE_ATTRIBUTES`
-says of the launcher's own node, pod or container stays there; each worker keeps what its own node says. Nothing is
+says of the launcher's own node, pod or container stays there; each worker keeps what its own node says. None of it is
 printed: header values may be secrets.
 """
 
@@ -61,6 +61,9 @@ def _telemetry_of_launcher(caller: FrameType | None) -> Telemetry | None:
     t = telemetry.current()
     if t is not None:
         t.start_run()
+        from verl_otel.export.announcement import announce
+
+        announce(t.identity.run_id, t.settings, t.providers)
     return t
 
 
@@ -69,7 +72,7 @@ def environment(t: Telemetry) -> dict[str, str]:
     env = {
         key: _literal(key, value)
         for key, value in os.environ.items()
-        # Not VERL_OTEL_* of our services: tokens, URLs with keys in them. They are not for a worker, nor for Ray's logs.
+        # Not those of our services, such as tokens: they are not for a worker, nor for Ray's logs.
         if key.startswith("OTEL_") or key in config.NAMES
     }
     shared = _shared_attributes(env.pop(identity.RESOURCE_ATTRIBUTES, ""))

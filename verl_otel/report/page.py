@@ -38,17 +38,21 @@ HEADLINES = (
 MAX_TIMELINES = 60
 """Steps whose time line is on the page; of longer runs the first, the last and the slowest."""
 
-_COLORS = {
+_COLORS = {  # by the attribute `stage`; two spans of one stage have shades of its colour where time is split by span
     "rollout": "#e8590c",
     "reward": "#9c36b5",
     "log_prob": "#1971c2",
+    "ref_log_prob": "#74c0fc",
     "values": "#0c8599",
     "advantage": "#868e96",
     "update": "#2f9e44",
+    "update_actor": "#2f9e44",
+    "update_critic": "#8ce99a",
     "weight_sync": "#f08c00",
     "checkpoint": "#5c940d",
     "validation": "#c2255c",
     "other": "#495057",
+    "(no stage)": "#dee2e6",
 }
 
 
