@@ -160,14 +160,10 @@ def _pipeline(asked: Asked) -> Iterator[Finding]:
                 f"OpenTelemetry cannot be set up ({found['error']}): a run would have no telemetry",
                 _FIX_OF_BROKEN,
             )
-        for name in found.get("missing", ()):
+        for name, fix in found.get("missing", {}).items():
             broken = True
-            yield problem(
-                "VO-EXPORTER-MISSING",
-                f"the exporter {name!r}, which is asked for, is not installed",
-                f"pip install {_PACKAGES.get(name) or f'opentelemetry-exporter-{name}'.replace('_', '-')}, or unset it",
-                exporter=name,
-            )
+            what = f"the exporter {name!r}, which is asked for, is not installed"
+            yield problem("VO-EXPORTER-MISSING", what, fix, exporter=name)
         if "exporters" in found:
             exporters = found["exporters"]
             shown = ", ".join(f"{signal} by {' and '.join(names) or 'nothing'}" for signal, names in exporters.items())
@@ -181,7 +177,6 @@ def _pipeline(asked: Asked) -> Iterator[Finding]:
         yield warning("VO-PIPELINE-UNKNOWN", what, "give it more time with --timeout, or look at the machine's load")
 
 
-_PACKAGES = {"prometheus": "'verl-otel[prometheus]'"}
 _FIX_OF_BROKEN = "correct or unset the OTEL_* variable that has this value"
 
 
@@ -225,12 +220,12 @@ def _made(folder: str) -> Iterator[dict[str, Any]]:
 
     exporter_names = assembly.providers.exporter_names
     exporters = {signal: exporter_names(signal) for signal in SIGNALS}
-    missing = sorted(
-        name
+    missing = {
+        name: assembly.providers.what_to_do_without(name)
         for signal, names in exporters.items()
         for name in names
         if not list(entry_points(group=f"opentelemetry_{signal}_exporter", name=name))
-    )
+    }
     if assembly.providers.PROMETHEUS in exporters["metrics"]:  # it would listen, and be scraped
         others = [name for name in exporters["metrics"] if name != assembly.providers.PROMETHEUS]
         os.environ["OTEL_METRICS_EXPORTER"] = ",".join(others) or "none"
