@@ -4,6 +4,8 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -325,6 +327,15 @@ def test_wrong_arguments_are_a_usage_error(arguments, capsys):
         main(arguments)
     assert stop.value.code == 2
     assert "usage: verl-otel" in capsys.readouterr().err
+
+
+def test_a_reader_who_has_seen_enough_ends_a_command_quietly():
+    """`verl-otel alert-rules | head -1`"""
+    with subprocess.Popen(
+        [sys.executable, "-m", "verl_otel.cli", "alert-rules"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60)) == (b"", 141)
 
 
 def test_the_command_says_its_version(capsys):
