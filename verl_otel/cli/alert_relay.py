@@ -1,6 +1,7 @@
 """`verl-otel alert-relay`: bring Alertmanager's notifications to group robots."""
 
 import argparse
+import os
 import sys
 from typing import Any
 
@@ -45,6 +46,10 @@ def run(options: argparse.Namespace) -> int:
         settings = Settings.load(options.config)
     except BadSettings as error:
         print(f"verl-otel: {error}", file=sys.stderr)
+        return 2
+    folder = os.path.dirname(os.path.abspath(settings.state)) if settings.state else ""
+    if folder and not os.access(folder, os.W_OK | os.X_OK):
+        print(f"verl-otel: state: {folder} is not there, or cannot be written: make the folder", file=sys.stderr)
         return 2
     if options.check:
         for route in settings.robots:
