@@ -13,6 +13,7 @@ from verl_otel.doctor import child
 from verl_otel.doctor.asked import Asked
 from verl_otel.doctor.findings import Finding, note, ok, problem, warning
 from verl_otel.export.otlp_http import SIGNALS
+from verl_otel.semconv import registry
 
 SECONDS = 60.0
 
@@ -55,6 +56,7 @@ def check(asked: Asked) -> Iterator[Finding]:
     for name in names:
         yield _unknown(name, known) or ok("VO-SETTING", f"{name}={_shown(name, environ[name])}", variable=name)
     yield from _hook_names(environ)
+    yield from _modules(environ)
     yield from _traps(environ)
     yield from _pipeline(asked)
 
@@ -101,6 +103,15 @@ def _hook_names(environ: Mapping[str, str]) -> Iterator[Finding]:
         near = difflib.get_close_matches(name, names, 1, 0)
         what = f"{config.DISABLED_HOOKS}: there is no hook {name!r}, so nothing is left out for it"
         yield warning("VO-SETTING-MALFORMED", what, f"is {near[0]} meant? All: {', '.join(sorted(names))}", hook=name)
+
+
+def _modules(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """A module that looks like a slip of the pen; others may be of the user's own metrics."""
+    known = {metric.module for metric in registry.load().metrics.values()} | {"*"}
+    for module in sorted(config.Levels.parse(environ.get(config.LEVELS, "")).by_module.keys() - known):
+        for near in difflib.get_close_matches(module, known, 1, 0.75):
+            what = f"{config.LEVELS}: no metric of verl-otel is of the module {module!r}"
+            yield warning("VO-SETTING-MALFORMED", what, f"is {near} meant? All: {', '.join(sorted(known))}", near=near)
 
 
 def _traps(environ: Mapping[str, str]) -> Iterator[Finding]:
