@@ -138,7 +138,10 @@ class Levels:
                 found[module] = level
             else:
                 border.warn_once(
-                    f"{LEVELS} {part}", "%s: %r is not <module>=off|basic|detailed, such as *=basic, and has no effect", LEVELS, part
+                    f"{LEVELS} {part}",
+                    "%s: %r is not <module>=off|basic|detailed, such as *=basic, and has no effect",
+                    LEVELS,
+                    part,
                 )
         return cls(found)
 
