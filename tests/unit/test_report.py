@@ -321,7 +321,10 @@ def test_the_command_fails_with_a_message_where_nothing_is_recorded(tmp_path, ca
     assert err.startswith("verl-otel: ") and str(tmp_path / "run") in err
 
 
-@pytest.mark.parametrize("arguments", [[], ["report", "a", "--unknown"], ["unknown"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["report", "a", "--unknown"], ["unknown"], *([of, "--port", "99999"] for of in ("bridge", "alert-relay"))],
+)
 def test_wrong_arguments_are_a_usage_error(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         main(arguments)

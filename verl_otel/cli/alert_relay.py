@@ -5,6 +5,8 @@ import os
 import sys
 from typing import Any
 
+from verl_otel.cli.arguments import port
+
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
@@ -18,7 +20,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--config", default="", metavar="FILE", help="YAML file with the robots; without it, one robot "
                         "by VERL_OTEL_RELAY_KIND, VERL_OTEL_RELAY_URL and VERL_OTEL_RELAY_SECRET")  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=4321, help="port to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=port, default=4321, help="port to listen on (default: %(default)s)")
     parser.add_argument(
         "--without-token",
         action="store_true",
