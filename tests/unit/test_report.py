@@ -239,6 +239,34 @@ def test_trajectories_and_validation_have_lanes(root):
     assert bars == ["verl.generate"], "not the turn, which would cover it"
 
 
+def test_what_is_inside_a_call_is_in_its_lane_and_does_not_cover_it(tmp_path):
+    def span(name, parent="", **attributes):
+        return reader.Span("t", name, parent, name, 0, 10, {"verl.step.number": 1, **attributes}, {}, None)
+
+    recording = reader.Recording(tmp_path)
+    recording.spans = [
+        span("verl.step"),
+        span("verl.rollout", "verl.step"),
+        span("verl.worker.generate", "verl.rollout", rank="1"),
+        span("verl.grade", "verl.worker.generate"),
+        span("verl.trajectory", "verl.rollout"),
+        span("verl.generate", "verl.trajectory"),
+        span("verl.server.generate", "verl.generate"),
+        span("verl.lost", "verl.circle"),
+        span("verl.circle", "verl.lost"),
+    ]
+    (timeline,) = data_of(page.render(recording))["timelines"]
+    assert {bar["name"]: (bar["lane"], bar["inner"]) for bar in timeline["bars"]} == {
+        "verl.rollout": ("trainer", False),
+        "verl.worker.generate": ("rank 1", False),
+        "verl.grade": ("rank 1", True),
+        "verl.generate": ("trajectory 1", False),
+        "verl.server.generate": ("trajectory 1", True),
+        "verl.lost": ("trainer", True),
+        "verl.circle": ("trainer", True),
+    }
+
+
 def test_the_time_lines_of_a_long_run_are_the_first_the_last_and_the_slowest(root, monkeypatch):
     monkeypatch.setattr(page, "MAX_TIMELINES", 6)
     run = Run()
