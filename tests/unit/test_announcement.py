@@ -60,6 +60,10 @@ def test_a_run_of_which_nothing_leaves_the_process_says_nothing(said):
     assert said(OTEL_TRACES_EXPORTER="none", OTEL_METRICS_EXPORTER="none", OTEL_LOGS_EXPORTER="none") == ""
 
 
+def test_a_process_of_a_run_leaves_it_to_the_launcher(said):
+    assert said(VERL_OTEL_ACTIVE="1") == ""
+
+
 def test_where_the_providers_of_others_send_is_not_guessed(said, monkeypatch):
     monkeypatch.setattr(providers, "_made", [])
     assert said() == ""

@@ -14,6 +14,8 @@ _said = False
 def announce(run_id: str, settings: config.Settings, providers: Providers) -> None:
     """Print it to standard error, once in this process. Never raises."""
     global _said
+    if config.ACTIVE in os.environ:  # a process of a run whose launcher has said it
+        return
     try:
         places = _places(run_folder(settings.folder, run_id), providers)
         if places and not _said and sys.stderr is not None:
