@@ -310,6 +310,9 @@ def test_without_a_folder_it_is_of_the_run_that_was_recorded_last(recorded, monk
     older.parent.mkdir()
     older.write_text("")
     os.utime(older, (1, 1))
+    without_steps = recorded.parent / "z-newer" / "launcher-node-2.metrics.jsonl"  # of a script, say
+    without_steps.parent.mkdir()
+    without_steps.write_text("")
     monkeypatch.setenv("VERL_OTEL_FOLDER", str(recorded.parent))
     assert main(["report"]) == 0
     assert capsys.readouterr().out.strip() == str(recorded / "report.html")

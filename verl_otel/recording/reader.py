@@ -96,7 +96,8 @@ def newest(root: str | Path) -> Path:
     Raises:
         NoRecording: there is none.
     """
-    files = {path: path.stat().st_mtime for path in Path(root).glob("*/*.jsonl")}
+    found = (path for signal in ("traces", "logs") for path in Path(root).glob(f"*/*.{signal}.jsonl"))
+    files = {path: path.stat().st_mtime for path in found}
     if not files:
         raise NoRecording(f"no run is recorded in {root}: give the folder of one, such as verl-otel/<run id>")
     return max(files, key=lambda path: files[path]).parent
