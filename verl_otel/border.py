@@ -10,26 +10,33 @@ from collections import Counter
 
 logger = logging.getLogger("verl_otel")
 
+MAX_SITES = 200
+"""Sites that are told apart, each with a line in the log and a label in Prometheus: some have a name of the user's."""
+
+_OTHERS = "others"
+
 _lock = threading.Lock()
 _counts: Counter[str] = Counter()
 
 
 def caught(site: str) -> None:
     """Count the exception being handled and report it, the first time that it happens at `site`."""
-    with _lock:
-        _counts[site] += 1
-        first = _counts[site] == 1
-    if first:
+    if _is_first(site):
         logger.warning("verl-otel: %s failed; the run goes on, this part of its telemetry is lost", site, exc_info=True)
 
 
 def warn_once(site: str, message: str, *args: object) -> None:
     """Log `message` as a warning, the first time that it is asked for at `site` in this process."""
-    with _lock:
-        _counts[site] += 1
-        first = _counts[site] == 1
-    if first:
+    if _is_first(site):
         logger.warning("verl-otel: " + message, *args)
+
+
+def _is_first(site: str) -> bool:
+    with _lock:
+        if site not in _counts and len(_counts) >= MAX_SITES:
+            site = _OTHERS
+        _counts[site] += 1
+        return _counts[site] == 1
 
 
 def failures() -> dict[str, int]:

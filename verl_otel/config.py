@@ -71,6 +71,9 @@ CONTROL_MAX_PAUSE = "VERL_OTEL_CONTROL_MAX_PAUSE"
 ACTIVE = "VERL_OTEL_ACTIVE"
 """Set by the launcher for its workers, not by users: the process belongs to an instrumented run."""
 
+NAMES = frozenset(v for v in list(globals().values()) if isinstance(v, str) and v.startswith("VERL_OTEL_"))
+"""All of these variables: what a training reads, and what goes to its workers."""
+
 LARGEST = 1e9
 
 ENDPOINT_VARIABLES = (
@@ -135,7 +138,10 @@ class Levels:
                 found[module] = level
             else:
                 border.warn_once(
-                    f"{LEVELS} {part}", "%s: %r is not <module>=off|basic|detailed, and has no effect", LEVELS, part
+                    f"{LEVELS} {part}",
+                    "%s: %r is not <module>=off|basic|detailed, such as *=basic, and has no effect",
+                    LEVELS,
+                    part,
                 )
         return cls(found)
 

@@ -8,6 +8,7 @@ import pytest
 from trees import assert_complete_ppo_step, assert_trajectories, orphans, root, step_traces, traces
 
 from verl_otel.recording import reader
+from verl_otel.version import __version__
 
 pytestmark = pytest.mark.run
 
@@ -85,6 +86,12 @@ def test_the_run_starts_and_finishes_once(plain):
 def test_nothing_of_ours_is_complained_about(plain_run):
     complaints = [line for line in plain_run.output.splitlines() if "verl-otel: " in line or "Failed to detach" in line]
     assert complaints == []
+
+
+def test_a_run_says_once_what_shows_it(plain_run):
+    folder = plain_run.telemetry
+    said = [line for line in plain_run.output.splitlines() if line.startswith("verl-otel ")]
+    assert said == [f"verl-otel {__version__}: run {folder.name} is recorded: verl-otel report {folder}"]
 
 
 def test_a_run_that_joins_an_older_cluster_has_the_same_trace(joined_run):

@@ -252,6 +252,10 @@ def test_each_step_of_sft_is_a_trace_with_every_rank(sft):
     assert_named(sft)
 
 
+def test_sft_says_once_what_shows_it(sft):
+    assert sft.run.output.count(f"is recorded: verl-otel report {sft.run.telemetry}\n") == 1
+
+
 def test_sft_logs_at_its_steps(sft):
     assert_events_are_what_verl_printed(sft)
     validated = {e.attributes["verl.step.number"] for e in sft.events if "val/loss" in e.body}

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.run
 COMMANDS = {
     "pip install 'verl-otel[report]'": "test_the_package_installs_with_its_extras",
     "opentelemetry-instrument python -m verl.trainer.main_ppo ...": "test_embedded.py, test_stack.py: all runs",
-    "verl-otel report verl-otel/<run id>": "test_the_report_command_makes_the_page",
+    "verl-otel report": "test_the_report_command_makes_the_page, unit/test_report.py",
     "verl-otel replay verl-otel/<run id> --endpoint http://127.0.0.1:4318": "test_restarts.py",
     "make demo": "test_make_demo_prints_where_things_are",
     "make test": "what runs this test",

@@ -533,6 +533,16 @@ def test_check_says_what_goes_where(tmp_path, monkeypatch, capsys):
     assert "the variable U is not set" in capsys.readouterr().err
 
 
+def test_a_state_that_cannot_be_kept_is_said_before_the_first_alert(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("U", "https://robot/")
+    robot = "robots: [{name: a, kind: webhook, url: {env: U}}]\n"
+    (tmp_path / "relay.yaml").write_text(f"{robot}state: {tmp_path}/none/relay.json")
+    assert main(["alert-relay", "--config", str(tmp_path / "relay.yaml"), "--check"]) == 2
+    assert f"state: {tmp_path}/none is not there" in capsys.readouterr().err
+    (tmp_path / "none").mkdir()
+    assert main(["alert-relay", "--config", str(tmp_path / "relay.yaml"), "--check"]) == 0
+
+
 def test_a_test_message_shows_what_a_robot_answers(robots, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GOOD", robots.url("wecom"))
     monkeypatch.setenv("BAD", robots.url("wecom").replace("wecom-key", "old-key"))

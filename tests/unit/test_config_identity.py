@@ -348,12 +348,23 @@ def test_the_exporters_are_the_installed_ones(monkeypatch):
     otlp.close(0)
 
 
-def test_an_exporter_that_is_not_installed_is_one_warning_with_what_to_do(monkeypatch, caplog):
-    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "no_such,verl_otel_file")
+@pytest.mark.parametrize(
+    ("asked", "protocol", "what_to_do"),
+    [
+        ("otlp", "grpc", "pip install opentelemetry-exporter-otlp-proto-grpc"),
+        ("oltp", "", "correct the name (otlp, verl_otel_file, console, prometheus, none), or install the package"),
+    ],
+)
+def test_an_exporter_that_is_not_installed_is_one_warning_with_what_to_do(
+    asked, protocol, what_to_do, monkeypatch, caplog
+):
+    """Of a name that is misspelt no package is named: somebody may have made one."""
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", f"{asked},verl_otel_file")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
     for _ in range(3):
         assert [type(exporter) for exporter in providers._exporters("traces", Resource({}))] == [FileSpanExporter]
     (message,) = warnings_of(caplog)
-    assert "pip install opentelemetry-exporter-no-such" in message
+    assert what_to_do in message and ("pip install" in message) == (asked == "otlp")
     assert "OTEL_TRACES_EXPORTER" in message
 
 

@@ -401,6 +401,8 @@ def test_values_that_may_hold_anything_are_not_shown(without_child):
         ("VERL_OTEL_LEVEL", "VERL_OTEL_LEVELS"),
         ("VERL_OTEL_NOVELTY", None),
         ("VERL_OTEL_LISTEN_HTTP", ""),
+        ("VERL_OTEL_RELAY_URL", ""),
+        ("VERL_OTEL_INFLUX_AUTHORIZATION", ""),
         ("OTEL_SOMEBODYS_OWN", ""),
     ],
 )
@@ -414,6 +416,8 @@ def test_a_slip_of_the_pen_is_told_and_what_others_read_is_not(name, near, witho
 @pytest.mark.parametrize(
     ("environ", "id"),
     [
+        ({"VERL_OTEL_LEVELS": "rewrad=off"}, "VO-SETTING-MALFORMED"),
+        ({"VERL_OTEL_LEVELS": "*=basic,reward=off,weight_sync=off,telemetry=off,my_own=off"}, None),
         ({"VERL_OTEL_MODE": "offline"}, "VO-OFFLINE"),
         ({"OTEL_TRACES_EXPORTER": "none"}, "VO-SIGNAL-OFF"),
         ({"OTEL_TRACES_SAMPLER": "parentbased_always_off"}, "VO-SAMPLER-OFF"),

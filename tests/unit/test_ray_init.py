@@ -95,7 +95,13 @@ def test_workers_get_every_setting_of_opentelemetry_and_of_ours(launcher, monkey
     assert all(isinstance(value, str) for value in env.values())
 
 
-@pytest.mark.parametrize("name", ["VERL_OTEL_RELAY_URL", "VERL_OTEL_RELAY_TOKEN", "VERL_OTEL_BRIDGE_TOKEN"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("VERL_OTEL_RELAY_URL", "VERL_OTEL_RELAY_TOKEN", "VERL_OTEL_BRIDGE_TOKEN", "VERL_OTEL_SQL_URL"),
+        *("VERL_OTEL_INFLUX_URL", "VERL_OTEL_INFLUX_AUTHORIZATION", "VERL_OTEL_GATEWAY_AUTHORIZATION"),
+    ],
+)
 def test_secrets_of_our_services_do_not_go_to_workers(launcher, monkeypatch, name):
     """Who has them in the shell for `verl-otel up`, and starts a training there."""
     monkeypatch.setenv(name, "SECRET")

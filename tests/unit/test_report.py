@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -133,6 +136,7 @@ def test_a_recorded_run_becomes_a_page(recorded):
     ]
     assert data["timelines"][0]["lanes"] == ["trainer", "rank 0"]
     assert [share["step"] for share in data["shares"]] == [1, 2, 3]
+    assert set(data["shares"][0]["seconds"]) <= set(data["colors"]), "as in the time line"
     assert set(data["shares"][0]["seconds"]) == {"rollout", "update_actor", "(no stage)"}
     assert all(seconds >= 0 for share in data["shares"] for seconds in share["seconds"].values())
     assert data["curves"]["critic/score/mean"] == [{"attempt": 1, "x": [1, 2, 3], "y": [0.0, 1 / 3, 2 / 3], "bad": 0}]
@@ -235,6 +239,34 @@ def test_trajectories_and_validation_have_lanes(root):
     assert bars == ["verl.generate"], "not the turn, which would cover it"
 
 
+def test_what_is_inside_a_call_is_in_its_lane_and_does_not_cover_it(tmp_path):
+    def span(name, parent="", **attributes):
+        return reader.Span("t", name, parent, name, 0, 10, {"verl.step.number": 1, **attributes}, {}, None)
+
+    recording = reader.Recording(tmp_path)
+    recording.spans = [
+        span("verl.step"),
+        span("verl.rollout", "verl.step"),
+        span("verl.worker.generate", "verl.rollout", rank="1"),
+        span("verl.grade", "verl.worker.generate"),
+        span("verl.trajectory", "verl.rollout"),
+        span("verl.generate", "verl.trajectory"),
+        span("verl.server.generate", "verl.generate"),
+        span("verl.lost", "verl.circle"),
+        span("verl.circle", "verl.lost"),
+    ]
+    (timeline,) = data_of(page.render(recording))["timelines"]
+    assert {bar["name"]: (bar["lane"], bar["inner"]) for bar in timeline["bars"]} == {
+        "verl.rollout": ("trainer", False),
+        "verl.worker.generate": ("rank 1", False),
+        "verl.grade": ("rank 1", True),
+        "verl.generate": ("trajectory 1", False),
+        "verl.server.generate": ("trajectory 1", True),
+        "verl.lost": ("trainer", True),
+        "verl.circle": ("trainer", True),
+    }
+
+
 def test_the_time_lines_of_a_long_run_are_the_first_the_last_and_the_slowest(root, monkeypatch):
     monkeypatch.setattr(page, "MAX_TIMELINES", 6)
     run = Run()
@@ -251,7 +283,7 @@ def test_the_time_lines_of_a_long_run_are_the_first_the_last_and_the_slowest(roo
 
 
 def test_a_missing_folder_says_what_to_give(tmp_path):
-    with pytest.raises(reader.NoRecording, match="is not a folder: give the run folder"):
+    with pytest.raises(reader.NoRecording, match="is not a folder: give the one"):
         reader.load(tmp_path / "missing")
 
 
@@ -273,6 +305,37 @@ def test_the_command_writes_where_it_is_told(recorded, tmp_path, capsys):
     assert not (recorded / "report.html").exists()
 
 
+def test_without_a_folder_it_is_of_the_run_that_was_recorded_last(recorded, monkeypatch, capsys):
+    older = recorded.parent / "z-older" / "trainer-node-1.traces.jsonl"
+    older.parent.mkdir()
+    older.write_text("")
+    os.utime(older, (1, 1))
+    without_steps = recorded.parent / "z-newer" / "launcher-node-2.metrics.jsonl"  # of a script, say
+    without_steps.parent.mkdir()
+    without_steps.write_text("")
+    monkeypatch.setenv("VERL_OTEL_FOLDER", str(recorded.parent))
+    assert main(["report"]) == 0
+    assert capsys.readouterr().out.strip() == str(recorded / "report.html")
+    monkeypatch.setenv("VERL_OTEL_FOLDER", str(recorded / "none"))
+    assert main(["report"]) == 1
+    assert f"no run is recorded in {recorded / 'none'}" in capsys.readouterr().err
+
+
+def test_runs_are_not_mixed_on_one_page(root, capsys):
+    for run in ("run-1", "run-2"):
+        Run(run).finished()
+    assert main(["report", str(root)]) == 1
+    assert "has several runs, give the folder of one: run-1, run-2" in capsys.readouterr().err
+    assert not (root / "report.html").exists()
+
+
+def test_a_page_that_cannot_be_written_is_said(recorded, tmp_path, capsys):
+    assert main(["report", str(recorded), "-o", str(tmp_path / "none" / "page.html")]) == 1
+    out, err = capsys.readouterr()
+    assert (out, "Traceback" in err) == ("", False)
+    assert err.startswith(f"verl-otel: {tmp_path}/none/page.html cannot be written (No such file or directory)")
+
+
 def test_making_the_page_again_gives_the_same_page(recorded):
     assert main(["report", str(recorded)]) == 0
     first = (recorded / "report.html").read_text()
@@ -289,12 +352,24 @@ def test_the_command_fails_with_a_message_where_nothing_is_recorded(tmp_path, ca
     assert err.startswith("verl-otel: ") and str(tmp_path / "run") in err
 
 
-@pytest.mark.parametrize("arguments", [[], ["report"], ["report", "a", "--unknown"], ["unknown"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["report", "a", "--unknown"], ["unknown"], *([of, "--port", "99999"] for of in ("bridge", "alert-relay"))],
+)
 def test_wrong_arguments_are_a_usage_error(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 2
     assert "usage: verl-otel" in capsys.readouterr().err
+
+
+def test_a_reader_who_has_seen_enough_ends_a_command_quietly():
+    """`verl-otel alert-rules | head -1`"""
+    with subprocess.Popen(
+        [sys.executable, "-m", "verl_otel.cli", "alert-rules"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60)) == (b"", 141)
 
 
 def test_the_command_says_its_version(capsys):

@@ -439,9 +439,10 @@ def test_the_command_asks_a_run_that_listens(memory, channel, capsys):
     assert accepted.body == {"reason": "enough"} and "@" in accepted.attributes["verl.control.by"]
 
 
-def test_the_command_says_which_runs_listen(channel, capsys):
+@pytest.mark.parametrize("action", ["stop", "status"])
+def test_the_command_says_which_runs_listen(action, channel, capsys):
     (channel.folder / "run-7").mkdir()
-    assert main(["control", "../run-1", "stop"]) == 2
+    assert main(["control", "../run-1", action]) == 2
     assert "these do: run-7" in capsys.readouterr().err
     assert main(["control", "run-7", "status"]) == 0
     assert capsys.readouterr().out == "the run does not listen\n"

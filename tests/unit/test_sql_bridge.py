@@ -386,6 +386,21 @@ def test_a_url_of_something_else_is_refused(wrong, capsys, monkeypatch):
     assert "use postgresql" in said and "Zq7secret" not in said
 
 
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("sqlite://", "in memory goes with the bridge"),
+        ("sqlite:///:memory:", "in memory goes with the bridge"),
+        ("sqlite:///none/verl.db", "no folder {here}/none"),
+        ("sqlite:////none/verl.db", "no folder /none"),
+    ],
+)
+def test_a_file_that_cannot_be_is_said_at_the_start(url, said, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["bridge", "--sql", url]) == 2
+    assert said.format(here=tmp_path) in capsys.readouterr().err
+
+
 # ---- the command
 
 

@@ -239,6 +239,13 @@ def test_a_wrong_option_is_said_in_words(verl_otel, options, message):
     assert verl_otel.left() == []
 
 
+def test_a_folder_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    up = Commands(tmp_path / "file")("up")
+    assert (up.returncode, up.stdout) == (1, "")
+    assert up.stderr == f"verl-otel: {tmp_path}/file cannot be written (File exists): give another with --folder\n"
+
+
 def test_how_it_was_started_is_remembered(verl_otel, tmp_path):
     rules, robots = tmp_path / "rules.yaml", tmp_path / "robots.yaml"
     rules.write_text("groups: []\n")

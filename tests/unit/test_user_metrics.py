@@ -577,6 +577,24 @@ def test_a_wrong_name_is_reported_once_and_left_out(process, memory, caplog, nam
     assert memory.events == []
 
 
+@pytest.mark.parametrize(
+    "log",
+    [
+        lambda t, n: t.user.scalar(f"prompt {n}", 1.0),
+        lambda t, n: t.user.scalar(f"reward/x{n}", "text"),
+        lambda t, n: t.user.histogram(f"reward/x{n}" + "long" * 1000, ["text"]),
+        lambda t, n: t.user.declare(f"reward/x{n}", "sum", "", "", "step", "rank"),
+    ],
+)
+def test_wrong_names_without_end_fill_neither_memory_nor_log(memory, caplog, log):
+    t = memory.process("reward_worker")
+    for n in range(border.MAX_SITES + 300):
+        log(t, n)
+    assert len(caplog.records) == len(border.failures()) == border.MAX_SITES + 1
+    assert sum(border.failures().values()) == border.MAX_SITES + 300
+    assert max(map(len, border.failures())) < 200
+
+
 @pytest.mark.parametrize("name", ["a/b", "Reward/creative-score", "a/b/c.d", "x/" + "y" * 118])
 def test_a_right_name_is_taken(process, name):
     trainer = process()

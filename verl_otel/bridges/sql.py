@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import sqlalchemy as sa
@@ -90,6 +91,18 @@ class WrongDatabase(Exception):
     """A URL that names no database of ours; the message says what to do."""
 
 
+def _check_file(path: str) -> None:
+    if path == ":memory:":
+        raise WrongDatabase(
+            "a database in memory goes with the bridge; give a file, such as sqlite:////var/lib/verl.db"
+        )
+    folder = Path(path).absolute().parent
+    if not path.startswith("file:") and not folder.is_dir():
+        raise WrongDatabase(
+            f"there is no folder {folder}: make it, or correct the URL (four slashes: an absolute path)"
+        )
+
+
 class SqlSink:
     """The database at an SQLAlchemy URL, such as `postgresql://user@host/db` or `sqlite:////var/lib/verl.db`.
 
@@ -108,6 +121,8 @@ class SqlSink:
             backend = parsed.get_backend_name()
             if backend not in _INSERT:
                 raise WrongDatabase(f"{backend} is not supported; use postgresql or sqlite")
+            if backend == "sqlite":
+                _check_file(parsed.database or ":memory:")
             if backend == "postgresql":
                 parsed = parsed.set(drivername="postgresql+psycopg", query={"connect_timeout": "10", **parsed.query})
             # A connection is tested before its use: one that a restart of the database has cut is no lost request.

@@ -1,6 +1,7 @@
 """The command `verl-otel`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -34,7 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in _COMMANDS:
         command.add_to(commands)
     options = parser.parse_args(arguments)
-    return options.run(options)
+    try:
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `| head`; what is left to say goes nowhere, also at the end of the interpreter
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def missing_extra(error: ImportError, extra: str) -> int:

@@ -1,8 +1,11 @@
 """`verl-otel alert-relay`: bring Alertmanager's notifications to group robots."""
 
 import argparse
+import os
 import sys
 from typing import Any
+
+from verl_otel.cli.arguments import port
 
 
 def add_to(commands: Any) -> None:
@@ -17,7 +20,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--config", default="", metavar="FILE", help="YAML file with the robots; without it, one robot "
                         "by VERL_OTEL_RELAY_KIND, VERL_OTEL_RELAY_URL and VERL_OTEL_RELAY_SECRET")  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=4321, help="port to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=port, default=4321, help="port to listen on (default: %(default)s)")
     parser.add_argument(
         "--without-token",
         action="store_true",
@@ -45,6 +48,10 @@ def run(options: argparse.Namespace) -> int:
         settings = Settings.load(options.config)
     except BadSettings as error:
         print(f"verl-otel: {error}", file=sys.stderr)
+        return 2
+    folder = os.path.dirname(os.path.abspath(settings.state)) if settings.state else ""
+    if folder and not os.access(folder, os.W_OK | os.X_OK):
+        print(f"verl-otel: state: {folder} is not there, or cannot be written: make the folder", file=sys.stderr)
         return 2
     if options.check:
         for route in settings.robots:

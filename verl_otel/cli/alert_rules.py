@@ -25,11 +25,11 @@ def run(options: argparse.Namespace) -> int:
 
     try:
         text = rules.generate(thresholds.load(options.thresholds))
-        if options.output is None:
-            sys.stdout.write(text)
-        else:
+        if options.output is not None:
             options.output.write_text(text, encoding="utf-8")
     except (thresholds.BadThresholds, OSError) as error:
         print(f"verl-otel: {error}", file=sys.stderr)
         return 2
+    if options.output is None:
+        sys.stdout.write(text)
     return 0

@@ -6,6 +6,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
+from verl_otel.cli.arguments import port
+
 if TYPE_CHECKING:
     from verl_otel.bridges.sink import Sink
 
@@ -32,7 +34,7 @@ def add_to(commands: Any) -> None:
         f"With ${TOKEN} set, it takes only requests with this bearer token; the Collector reads the same variable.",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=4320, help="port to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=port, default=4320, help="port to listen on (default: %(default)s)")
     parser.add_argument(
         "--without-token",
         action="store_true",

@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
         channel = requests.Channel.from_environ()
         if channel is None:
             raise requests.NoControl("set VERL_OTEL_CONTROL to the folder with which the run was started")
-        folder = channel.of_run(options.run_id)
+        folder = channel.found(options.run_id)
         if options.action == "status":
             print(_status(folder / requests.STATUS))
             return 0

@@ -94,16 +94,21 @@ class Channel:
         except OSError:
             return []
 
-    def ask(self, run_id: str, action: str, by: str, reason: str) -> Request:
-        """Leave a request for a run. Raises `NoControl` if the run does not listen, or the folder cannot be written."""
-        now = time.time()
-        request = Request(secrets.token_hex(16), run_id, action, by[:MAX_TEXT], reason[:MAX_TEXT], now, now + VALID_FOR)
+    def found(self, run_id: str) -> Path:
+        """The same, of a run that has made it; `NoControl` says which have."""
         folder = self.of_run(run_id)
         if not folder.is_dir():
             raise NoControl(
                 f"no run {run_id} listens in {self.folder}; these do: {', '.join(self.runs()) or '(none)'}. A run "
                 f"listens if it was started with {config.CONTROL}={self.folder}"
             )
+        return folder
+
+    def ask(self, run_id: str, action: str, by: str, reason: str) -> Request:
+        """Leave a request for a run. Raises `NoControl` if the run does not listen, or the folder cannot be written."""
+        now = time.time()
+        request = Request(secrets.token_hex(16), run_id, action, by[:MAX_TEXT], reason[:MAX_TEXT], now, now + VALID_FOR)
+        folder = self.found(run_id)
         path = folder / f"{request.id}{SUFFIX}"
         try:
             write(path, self.signed(request))

@@ -13,6 +13,7 @@ from verl_otel.doctor import child
 from verl_otel.doctor.asked import Asked
 from verl_otel.doctor.findings import Finding, note, ok, problem, warning
 from verl_otel.export.otlp_http import SIGNALS
+from verl_otel.semconv import registry
 
 SECONDS = 60.0
 
@@ -33,7 +34,8 @@ _SHOWN_ENDINGS = ("_PROTOCOL", "_TIMEOUT", "_COMPRESSION", "_LIMIT", "_DELAY", "
 _NOT_OF_A_TRAINING = (
     *("VERL_OTEL_LISTEN_", "VERL_OTEL_HEALTH", "VERL_OTEL_SELF_", "VERL_OTEL_QUEUE_FOLDER", "VERL_OTEL_GATEWAY"),
     *("VERL_OTEL_BRIDGE_", "VERL_OTEL_SCRAPE_", "VERL_OTEL_TLS", "VERL_OTEL_TOKENS", "VERL_OTEL_HTPASSWD"),
-    *("VERL_OTEL_BACKENDS_", "VERL_OTEL_CACHE", "VERL_OTEL_TEST_", "VERL_OTEL_ALERT_", "VERL_OTEL_SQL"),
+    *("VERL_OTEL_BACKENDS_", "VERL_OTEL_CACHE", "VERL_OTEL_TEST_", "VERL_OTEL_RELAY_", "VERL_OTEL_SQL_"),
+    *("VERL_OTEL_INFLUX_", "VERL_OTEL_RECEIVER", "VERL_OTEL_STEP_MAX", "VERL_OTEL_KEEP_"),
 )
 """Beginnings of variables that the Collector, the bridge and the like read."""
 
@@ -54,13 +56,14 @@ def check(asked: Asked) -> Iterator[Finding]:
     for name in names:
         yield _unknown(name, known) or ok("VO-SETTING", f"{name}={_shown(name, environ[name])}", variable=name)
     yield from _hook_names(environ)
+    yield from _modules(environ)
     yield from _traps(environ)
     yield from _pipeline(asked)
 
 
 def _known() -> set[str]:
     """The names of variables that somebody in a training process reads."""
-    names = {value for value in vars(config).values() if isinstance(value, str) and value.startswith("VERL_OTEL_")}
+    names = set(config.NAMES)
     for module in _NAMES_OF_OTEL:
         found = vars(importlib.import_module(module))
         names |= {value for value in found.values() if isinstance(value, str) and value.startswith("OTEL_")}
@@ -100,6 +103,15 @@ def _hook_names(environ: Mapping[str, str]) -> Iterator[Finding]:
         near = difflib.get_close_matches(name, names, 1, 0)
         what = f"{config.DISABLED_HOOKS}: there is no hook {name!r}, so nothing is left out for it"
         yield warning("VO-SETTING-MALFORMED", what, f"is {near[0]} meant? All: {', '.join(sorted(names))}", hook=name)
+
+
+def _modules(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """A module that looks like a slip of the pen; others may be of the user's own metrics."""
+    known = {metric.module for metric in registry.load().metrics.values()} | {"*"}
+    for module in sorted(config.Levels.parse(environ.get(config.LEVELS, "")).by_module.keys() - known):
+        for near in difflib.get_close_matches(module, known, 1, 0.75):
+            what = f"{config.LEVELS}: no metric of verl-otel is of the module {module!r}"
+            yield warning("VO-SETTING-MALFORMED", what, f"is {near} meant? All: {', '.join(sorted(known))}", near=near)
 
 
 def _traps(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -159,14 +171,10 @@ def _pipeline(asked: Asked) -> Iterator[Finding]:
                 f"OpenTelemetry cannot be set up ({found['error']}): a run would have no telemetry",
                 _FIX_OF_BROKEN,
             )
-        for name in found.get("missing", ()):
+        for name, fix in found.get("missing", {}).items():
             broken = True
-            yield problem(
-                "VO-EXPORTER-MISSING",
-                f"the exporter {name!r}, which is asked for, is not installed",
-                f"pip install {_PACKAGES.get(name) or f'opentelemetry-exporter-{name}'.replace('_', '-')}, or unset it",
-                exporter=name,
-            )
+            what = f"the exporter {name!r}, which is asked for, is not installed"
+            yield problem("VO-EXPORTER-MISSING", what, fix, exporter=name)
         if "exporters" in found:
             exporters = found["exporters"]
             shown = ", ".join(f"{signal} by {' and '.join(names) or 'nothing'}" for signal, names in exporters.items())
@@ -180,7 +188,6 @@ def _pipeline(asked: Asked) -> Iterator[Finding]:
         yield warning("VO-PIPELINE-UNKNOWN", what, "give it more time with --timeout, or look at the machine's load")
 
 
-_PACKAGES = {"prometheus": "'verl-otel[prometheus]'"}
 _FIX_OF_BROKEN = "correct or unset the OTEL_* variable that has this value"
 
 
@@ -224,12 +231,12 @@ def _made(folder: str) -> Iterator[dict[str, Any]]:
 
     exporter_names = assembly.providers.exporter_names
     exporters = {signal: exporter_names(signal) for signal in SIGNALS}
-    missing = sorted(
-        name
+    missing = {
+        name: assembly.providers.what_to_do_without(name)
         for signal, names in exporters.items()
         for name in names
         if not list(entry_points(group=f"opentelemetry_{signal}_exporter", name=name))
-    )
+    }
     if assembly.providers.PROMETHEUS in exporters["metrics"]:  # it would listen, and be scraped
         others = [name for name in exporters["metrics"] if name != assembly.providers.PROMETHEUS]
         os.environ["OTEL_METRICS_EXPORTER"] = ",".join(others) or "none"

@@ -39,6 +39,9 @@ OTLP_HTTP, OTLP_GRPC = "otlp_proto_http", "otlp_proto_grpc"
 PROMETHEUS = "prometheus"
 """Served by our own reader: the stock one of this name has one port for all processes of a node."""
 
+_PACKAGES = {PROMETHEUS: "'verl-otel[prometheus]'", OTLP_GRPC: "opentelemetry-exporter-otlp-proto-grpc"}
+_USUAL = ("otlp", FILE_EXPORTER, "console", PROMETHEUS, "none")
+
 SPAN_DELAY_MS = 500
 EVENT_DELAY_MS = 500
 METRIC_INTERVAL_MS = 10_000
@@ -69,6 +72,11 @@ class Providers:
     def meter_is_ours(self) -> bool:
         """Whether the meter provider was made here, so that its exports are extended."""
         return self.meter in _made
+
+    def exporters(self) -> dict[str, list[str]]:
+        """By signal the exporters of the providers that were made here: where others send is not known."""
+        signals = {"traces": self.tracer, "metrics": self.meter, "logs": self.logger}
+        return {signal: exporter_names(signal) for signal, provider in signals.items() if provider in _made}
 
     def shut_down_ours(self) -> None:
         """Shut down those that were made here; called at the end of the process, since they stay the global ones."""
@@ -142,20 +150,27 @@ def exporter_names(signal: str, environ: Mapping[str, str] | None = None) -> lis
     return [otlp if name == "otlp" else name for name in names]
 
 
+def what_to_do_without(name: str) -> str:
+    """About an exporter that is not installed. A package is named only where it is known: one of a misspelt name may be
+    anybody's."""
+    package = _PACKAGES.get(name)
+    if package:
+        return f"pip install {package} in the training environment, or unset the variable"
+    return f"correct the name ({', '.join(_USUAL)}), or install the package that has it in the training environment"
+
+
 def _exporters(signal: str, resource: Resource) -> list[Any]:
     """New exporters of a signal. One that cannot be made is reported, with what to do, and left out."""
     made = []
     for name in exporter_names(signal):
         found = list(entry_points(group=f"opentelemetry_{signal}_exporter", name=name))
         if not found:
-            package = f"opentelemetry-exporter-{name.replace('_', '-')}"
             border.warn_once(
                 f"exporter {name}",
-                "the exporter %r asked for by OTEL_%s_EXPORTER or its protocol is not installed: run "
-                "`pip install %s` in the training environment, or unset the variable",
+                "the exporter %r asked for by OTEL_%s_EXPORTER or its protocol is not installed: %s",
                 name,
                 signal.upper(),
-                package,
+                what_to_do_without(name),
             )
             continue
         try:

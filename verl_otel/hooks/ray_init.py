@@ -2,7 +2,7 @@
 
 A worker may be on a cluster that was started before, without any of our settings; the runtime_env's `env_vars` reach it
 there as well. Keys that the user, verl or `ray job submit` have set are left alone. What `OTEL_RESOURCE_ATTRIBUTES`
-says of the launcher's own node, pod or container stays there; each worker keeps what its own node says. Nothing is
+says of the launcher's own node, pod or container stays there; each worker keeps what its own node says. None of it is
 printed: header values may be secrets.
 """
 
@@ -23,9 +23,6 @@ from verl_otel.hooks.patches import Patches
 if TYPE_CHECKING:
     from verl_otel.assembly import Telemetry
 
-_CARRIED_PREFIXES = ("OTEL_", "VERL_OTEL_")
-_OF_OUR_SERVICES = ("VERL_OTEL_BRIDGE_", "VERL_OTEL_RELAY_")
-"""Tokens, and addresses with keys in them: nothing for a worker, nor for Ray's logs."""
 _PERCENT_ENCODED = ("_HEADERS", "OTEL_RESOURCE_ATTRIBUTES")
 
 _OF_A_PLACE = re.compile(
@@ -64,6 +61,9 @@ def _telemetry_of_launcher(caller: FrameType | None) -> Telemetry | None:
     t = telemetry.current()
     if t is not None:
         t.start_run()
+        from verl_otel.export.announcement import announce
+
+        announce(t.identity.run_id, t.settings, t.providers)
     return t
 
 
@@ -72,7 +72,8 @@ def environment(t: Telemetry) -> dict[str, str]:
     env = {
         key: _literal(key, value)
         for key, value in os.environ.items()
-        if key.startswith(_CARRIED_PREFIXES) and not key.startswith(_OF_OUR_SERVICES)
+        # Not those of our services, such as tokens: they are not for a worker, nor for Ray's logs.
+        if key.startswith("OTEL_") or key in config.NAMES
     }
     shared = _shared_attributes(env.pop(identity.RESOURCE_ATTRIBUTES, ""))
     if shared:  # behind the worker's own, which Ray puts in there

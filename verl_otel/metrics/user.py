@@ -106,7 +106,10 @@ class UserMetrics:
         number = None if _on_device(value) else to_number(value)
         if number is None:
             border.warn_once(
-                f"log {name}", "log_scalar(%r, ...): %s is not a number on the CPU", name, type(value).__name__
+                f"log {str(name)[:80]}",
+                "log_scalar(%r, ...): %s is not a number on the CPU",
+                str(name)[:200],
+                type(value).__name__,
             )
             return
         declared = self._known(name, "gauge")
@@ -125,7 +128,8 @@ class UserMetrics:
         try:
             array = _array(values)
         except (TypeError, ValueError):
-            border.warn_once(f"log {name}", "log_histogram(%r, ...): the values are not numbers on the CPU", name)
+            what = str(name)[:80]
+            border.warn_once(f"log {what}", "log_histogram(%r, ...): the values are not numbers on the CPU", what)
             return
         declared = self._known(name, "histogram")
         if declared is None or not len(array):
@@ -261,7 +265,7 @@ def _legal(name: object) -> bool:
     if isinstance(name, str) and len(name) <= _MAX_NAME and _NAME.fullmatch(name):
         return True
     border.warn_once(
-        f"name {str(name)[:80]}",
+        f"metric name {str(name)[:80]}",
         "%r is not the name of a metric: it must be <module>/<name>, such as reward/creative_score, of letters, digits "
         "and _ . -, up to %d characters; it is left out",
         str(name)[:200],

@@ -87,7 +87,20 @@ class Recording:
         for item, time in [(s, s.start) for s in self.spans] + [(e, e.time) for e in self.events]:
             run = str(item.resource.get(attr.RUN_ID, ""))
             first[run] = min(time, first.get(run, time))
-        return sorted(first, key=lambda run: first[run])
+        return sorted(filter(None, first), key=lambda run: first[run])
+
+
+def newest(root: str | Path) -> Path:
+    """The folder of the run in `root` that was recorded last.
+
+    Raises:
+        NoRecording: there is none.
+    """
+    found = (path for signal in ("traces", "logs") for path in Path(root).glob(f"*/*.{signal}.jsonl"))
+    files = {path: path.stat().st_mtime for path in found}
+    if not files:
+        raise NoRecording(f"no run is recorded in {root}: give the folder of one, such as verl-otel/<run id>")
+    return max(files, key=lambda path: files[path]).parent
 
 
 def load(folder: str | Path) -> Recording:
@@ -99,7 +112,7 @@ def load(folder: str | Path) -> Recording:
     root = Path(folder)
     if not root.is_dir():
         raise NoRecording(
-            f"{root} is not a folder: give the run folder that the run printed, such as verl-otel/<run id>"
+            f"{root} is not a folder: give the one that the run has said at its beginning, such as verl-otel/<run id>"
         )
     recording = Recording(root)
     seen: set[tuple[Any, ...]] = set()

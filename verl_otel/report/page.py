@@ -38,17 +38,21 @@ HEADLINES = (
 MAX_TIMELINES = 60
 """Steps whose time line is on the page; of longer runs the first, the last and the slowest."""
 
-_COLORS = {
+_COLORS = {  # by the attribute `stage`; two spans of one stage have shades of its colour where time is split by span
     "rollout": "#e8590c",
     "reward": "#9c36b5",
     "log_prob": "#1971c2",
+    "ref_log_prob": "#74c0fc",
     "values": "#0c8599",
     "advantage": "#868e96",
     "update": "#2f9e44",
+    "update_actor": "#2f9e44",
+    "update_critic": "#8ce99a",
     "weight_sync": "#f08c00",
     "checkpoint": "#5c940d",
     "validation": "#c2255c",
     "other": "#495057",
+    "(no stage)": "#dee2e6",
 }
 
 
@@ -175,22 +179,14 @@ def _timeline(label: str, spans: list[Span]) -> dict[str, Any]:
     ordered = sorted((s for s in spans if s.name == attr.SPAN_TRAJECTORY), key=lambda s: s.start)
     for number, trajectory in enumerate(ordered):
         trajectories[trajectory.span_id] = f"trajectory {number + 1}"
+    lane_of = {s.span_id: _lane(s, by_id, trajectories) for s in shown}
     bars = []
     for span in sorted(shown, key=lambda s: s.start):
-        parent, above = by_id.get(span.parent_id), 0
-        while parent is not None and parent.name != attr.SPAN_TRAJECTORY:
-            parent, above = by_id.get(parent.parent_id), above + 1
-            if above > len(spans):  # a circle: no recording of ours
-                parent = None
-        if parent is not None:
-            lane = trajectories[parent.span_id]
-        elif span.name.startswith(attr.WORKER_SPAN_PREFIX):
-            lane = f"rank {span.attributes.get(attr.RANK, '?')}"
-        else:
-            lane = "trainer"
+        lane = lane_of[span.span_id]
         bars.append(
             {
                 "lane": lane,
+                "inner": lane_of.get(span.parent_id) == lane,
                 "name": span.name,
                 "stage": str(span.attributes.get(attr.STAGE, "other")),
                 "start": (span.start - origin) / 1e9,
@@ -204,6 +200,20 @@ def _timeline(label: str, spans: list[Span]) -> dict[str, Any]:
     lanes += [lane for lane in trajectories.values() if any(b["lane"] == lane for b in bars)]
     total = (max(s.end for s in spans) - origin) / 1e9
     return {"label": label, "bars": bars, "lanes": lanes, "total": total}
+
+
+def _lane(span: Span, by_id: dict[str, Span], trajectories: dict[str, str]) -> str:
+    """That of the trajectory, or of the call of a rank, in which it is, itself included; else the trainer's."""
+    inside: Span | None = span
+    for _ in by_id:  # no further than there are spans: in a foreign recording they may be in a circle
+        if inside is None:
+            break
+        if inside.span_id in trajectories:
+            return trajectories[inside.span_id]
+        if inside.name.startswith(attr.WORKER_SPAN_PREFIX):
+            return f"rank {inside.attributes.get(attr.RANK, '?')}"
+        inside = by_id.get(inside.parent_id)
+    return "trainer"
 
 
 def _chosen(timelines: list[dict[str, Any]]) -> list[dict[str, Any]]:

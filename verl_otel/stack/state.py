@@ -67,8 +67,12 @@ def write(folder: Path, state: State) -> None:
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """No other command starts or stops this stack meanwhile."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+    except OSError as error:
+        raise StackError(f"{folder} cannot be written ({error.strerror}): give another with --folder") from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
