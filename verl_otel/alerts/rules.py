@@ -50,6 +50,7 @@ def _alerts() -> Iterable[Alert]:
     non_finite, duration = metric("verl.metric.non_finite"), metric("verl.worker.duration")
     start, straggler = metric("verl.process.start_time"), metric("verl.worker.straggler")
     memory, exported = metric("hw.gpu.memory.utilization"), metric("verl.otel.exported")
+    failures = metric("verl.otel.failures")
     gpu = "{{ $labels.hw_id }} of {{ $labels.host_name }}"
     of_run = "verl_run_id=%[1]q"
     of_group = f"{start}{{{of_run},verl_worker_group=%[2]q}}"
@@ -224,11 +225,15 @@ def _alerts() -> Iterable[Alert]:
         "VerlTelemetryLoss",
         expressions.telemetry_loss,
         f"{run}: telemetry is lost",
-        "{{ $value | printf `%.3g` }} spans, points and events were dropped, or parts of verl-otel have failed. "
-        "Dropped since the start:"
+        "{{ $value | printf `%.3g` }} spans, points and events were dropped, or parts of verl-otel have failed or were "
+        "used wrongly. Since the start:"
         + _listing(
             f"sum by (verl_otel_signal, verl_otel_reason) ({exported}{{{of_run},verl_otel_outcome='dropped'}})",
-            "{{ .Labels.verl_otel_signal }} ({{ .Labels.verl_otel_reason }}): {{ .Value }}",
+            "{{ .Labels.verl_otel_signal }} dropped ({{ .Labels.verl_otel_reason }}): {{ .Value }}",
+        )
+        + _listing(
+            f"sum by (verl_otel_site) ({failures}{{{of_run}}}) > 0",
+            "{{ .Labels.verl_otel_site }}: {{ .Value }}",
         ),
         "{{ $value | printf `%.3g` }}",
     )
