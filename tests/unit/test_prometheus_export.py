@@ -604,7 +604,7 @@ def test_without_the_package_there_is_one_warning_that_says_what_to_install(monk
     assert [type(reader) for reader in provider._metric_readers] == [PeriodicExportingMetricReader]
     provider.shutdown()
     (message,) = warnings_of(caplog)
-    assert "pip install opentelemetry-exporter-prometheus" in message
+    assert "pip install 'verl-otel[prometheus]'" in message
 
 
 PROCESS = """
