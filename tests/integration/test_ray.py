@@ -149,7 +149,7 @@ def test_a_run_whose_launcher_is_ended_has_ended(tmp_path, ray_folder, number, w
     """Ray kills the trainer with it, which can say nothing any more."""
     process = subprocess.Popen(
         [bed.INSTRUMENT, sys.executable, "-c", INTERRUPTED, ray_folder],
-        env=bed.clean_environment(VERL_OTEL_FOLDER=str(tmp_path)),
+        env=bed.clean_environment(VERL_OTEL_FOLDER=str(tmp_path), PYTHONUNBUFFERED="1"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -56,7 +56,7 @@ def train(folder: Path, progress: Progress, environment: dict[str, str]) -> bed.
         folder,
         ["grpo", "trainer.experiment_name=demo", "trainer.project_name=verl-otel"],
         steps=STEPS,
-        environment=environment,
+        environment={"PYTHONUNBUFFERED": "1", **environment},  # lines when they are written, and in their order
         on_line=progress.line,
     )
     if run.returncode:
