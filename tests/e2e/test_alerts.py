@@ -54,7 +54,7 @@ def test_all_rules_are_there_and_evaluate(evaluated):
 
 def test_what_is_recorded_is_there_for_the_run(stack, evaluated):
     recorded = [rule["name"] for rule in evaluated if rule["type"] == "recording"]
-    assert len(recorded) == 9
+    assert len(recorded) == 10
     for name in recorded:
         found = ever(stack, f'{name}{{verl_run_id="ppo-run"}}')
         assert found, name

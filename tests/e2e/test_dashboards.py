@@ -134,14 +134,28 @@ def test_the_time_since_a_step_is_shown_while_a_run_trains(prometheus, ppo_run, 
     assert all(0 <= float(value) < 120 for _, value in during["values"])
 
 
-def test_a_run_that_has_ended_is_still_in_the_table_as_silent(prometheus, ppo_run, times):
-    state = next(query for query in QUERIES if (query.dashboard, query.panel, query.ref) == (uids.FLEET, "Runs", "A"))
-    (reporting,), (silent,) = (
-        prometheus.run(state, values_of(state, "ppo-run"), times[0], times[1] + after) for after in (0, 900)
-    )
+(STATE,) = (query for query in QUERIES if (query.dashboard, query.panel, query.ref) == (uids.FLEET, "Runs", "A"))
+FINISHED = -1
+
+
+def test_a_run_reports_while_it_trains_and_is_in_the_table_as_finished_afterwards(prometheus, ppo_run, times):
+    chosen = values_of(STATE, "ppo-run")
+    (during,) = prometheus.run(dataclasses.replace(STATE, instant=False), chosen, *times, step=1)
+    seen = [float(value) for _, value in during["values"]]
+    assert seen == sorted(seen, key=lambda value: value == FINISHED) and seen[-1] == FINISHED
+    assert min(seen[:10]) >= 0 and max(seen) < 60
+    (later,) = prometheus.run(STATE, chosen, times[0], times[1] + 900)
+    assert float(later["value"][1]) == FINISHED
+    assert later["metric"] == during["metric"] and later["metric"]["verl_experiment_name"] == "ppo"
+
+
+def test_a_run_that_never_said_that_it_ends_is_in_the_table_as_silent(stack, prometheus, times):
+    request = made_up_series.payload("vanished", 1, {"verl_process_start_time_seconds"}, *times)
+    made_up_series.send(stack.url("otlp_http") + "/v1/metrics", request)
+    chosen = values_of(STATE, "vanished")
+    eventually(lambda: prometheus.run(STATE, chosen, *times))
+    (reporting,), (silent,) = (prometheus.run(STATE, chosen, times[0], times[1] + after) for after in (0, 900))
     assert float(reporting["value"][1]) < 60 and float(silent["value"][1]) == 300
-    assert reporting["metric"] == silent["metric"]
-    assert silent["metric"]["verl_experiment_name"] == "ppo"
 
 
 def test_what_is_said_to_be_absent_from_the_real_run_is(prometheus, ppo_run, times):
