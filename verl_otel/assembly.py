@@ -22,7 +22,7 @@ from opentelemetry.trace import NonRecordingSpan, TracerProvider, set_span_in_co
 from verl_otel import border, config, events, hardware
 from verl_otel.background import Background
 from verl_otel.config import BASIC, Settings
-from verl_otel.export import lifetime, otlp, providers
+from verl_otel.export import announcement, lifetime, otlp, providers
 from verl_otel.export.server_targets import ServerTargets
 from verl_otel.export.termination import OnTermination, Terminated
 from verl_otel.identity import LAUNCHER, OTHER, TRAINER, Identity, in_ray_worker
@@ -214,8 +214,7 @@ class Telemetry:
             border.caught("starting run control")
 
     def _trainer_idle(self, step: int | None, ratio: float) -> None:
-        labels = {attr.RANK: attr.ALL_RANKS, attr.STAGE: "step", attr.MODEL_TYPE: "none"}
-        self.instruments.set(names.TRAINER_IDLE, labels, ratio)
+        self.instruments.set(names.TRAINER_IDLE, names.all_ranks(names.TRAINER_IDLE), ratio)
         self.step_values.add(step, {names.TRAINER_IDLE.name: ratio})
 
     # ---- the run ------------------------------------------------------------------------------------------------
@@ -236,6 +235,10 @@ class Telemetry:
                 self.start_run()
         else:
             self.run_context = set_span_in_context(NonRecordingSpan(run), self.run_context)
+
+    def announce(self) -> None:
+        """Say on standard error which run this is, and where it can be seen: once in a run. Never raises."""
+        announcement.announce(self.identity.run_id, self.settings, self.providers)
 
     def run_carrier(self) -> dict[str, str]:
         """The run's context as environment variables (`TRACEPARENT`, ...) for other processes."""
@@ -270,7 +273,7 @@ class Telemetry:
             killed = failure.get("exception.type") in _KILLED
             state = "killed" if killed else "failed" if failure else "finished"
         now = time.time_ns()
-        labels = {attr.RANK: attr.ALL_RANKS, attr.STAGE: "other", attr.MODEL_TYPE: "none", attr.RUN_STATE: state}
+        labels = {**names.all_ranks(names.RUN_END_TIME), attr.RUN_STATE: state}
         self.background.defer(self.instruments.set, names.RUN_END_TIME, labels, now / 1e9)
         attributes = {**self.event_attributes, attr.RUN_STATE: state}
         severity = SeverityNumber.ERROR if state == "failed" else SeverityNumber.INFO

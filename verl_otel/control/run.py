@@ -254,7 +254,7 @@ class RunControl:
             self._tell(request, result, why)
 
     def _count(self, action: str, result: str) -> None:
-        labels = {attr.RANK: attr.ALL_RANKS, attr.STAGE: "other", attr.MODEL_TYPE: "none"}
+        labels = names.all_ranks(names.CONTROL_REQUESTS)
         self._instruments.add(
             names.CONTROL_REQUESTS, {**labels, attr.CONTROL_ACTION: action or "unknown", attr.CONTROL_RESULT: result}
         )

@@ -18,10 +18,9 @@ from verl_otel import border, telemetry
 from verl_otel.hooks import ray_actors
 from verl_otel.hooks.patches import Patches
 from verl_otel.metrics.derived import idle_ratio
-from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import metrics as names
 
-_LABELS = {attr.RANK: attr.ALL_RANKS, attr.STAGE: "rollout", attr.MODEL_TYPE: "rollout"}
+_LABELS = names.all_ranks(names.ROLLOUTER_IDLE)
 
 
 def install(module: ModuleType, patches: Patches) -> None:

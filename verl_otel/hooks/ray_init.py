@@ -61,9 +61,7 @@ def _telemetry_of_launcher(caller: FrameType | None) -> Telemetry | None:
     t = telemetry.current()
     if t is not None:
         t.start_run()
-        from verl_otel.export.announcement import announce
-
-        announce(t.identity.run_id, t.settings, t.providers)
+        t.announce()
     return t
 
 

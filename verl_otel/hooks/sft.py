@@ -34,9 +34,7 @@ def _wrap_init(handler: Any, patches: Patches) -> None:
             if t is not None:
                 t.sft.begin()
                 if t.identity.launcher_is_silent and t.identity.worker_index == "0":
-                    from verl_otel.export.announcement import announce
-
-                    announce(t.identity.run_id, t.settings, t.providers)
+                    t.announce()
                 if getattr(getattr(self, "mode", None), "name", "") == "RAY":
                     for name in (SFT_TRAIN_TIMER, SFT_VALIDATION_TIMER):
                         setattr(self.engine, name, _called_by_driver(name, getattr(self.engine, name)))

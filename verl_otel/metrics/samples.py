@@ -107,7 +107,7 @@ class Samples:
             self._distribute(names.TURNS, numpy.asarray(turns, dtype=float))
         if lengths is not None:
             tokens = int(lengths.sum())
-            labels = _labels(names.ROLLOUT_TOKENS)
+            labels = names.all_ranks(names.ROLLOUT_TOKENS)
             self._instruments.set(names.ROLLOUT_TOKENS, labels, tokens)
             self._instruments.add(names.GENERATED_TOKENS, labels, tokens)
             self._step_values.add(step, {names.ROLLOUT_TOKENS.name: tokens})
@@ -136,7 +136,7 @@ class Samples:
             figures[names.ALL_WRONG] = float(numpy.mean(share == 0))
         for metric, value in figures.items():
             if numpy.isfinite(value):
-                self._instruments.set(metric, _labels(metric), value)
+                self._instruments.set(metric, names.all_ranks(metric), value)
         values = {metric.name: value for metric, value in figures.items()}
         values["verl.group.reward.std/mean"] = float(stds.mean())
         self._step_values.add(step, values)
@@ -154,7 +154,7 @@ class Samples:
 
     def _distribute(self, metric: Metric, values: "numpy.ndarray[Any, Any] | None") -> None:
         if values is not None:
-            self._instruments.record_all(metric, _labels(metric), values)
+            self._instruments.record_all(metric, names.all_ranks(metric), values)
 
 
 _OF_BATCH = frozenset(
@@ -163,10 +163,6 @@ _OF_BATCH = frozenset(
         *("prompt_length", "response_length", "attention_mask", "prompts", "responses"),
     )
 )
-
-
-def _labels(metric: Metric) -> dict[str, str]:
-    return {attr.RANK: attr.ALL_RANKS, attr.STAGE: metric.stage, attr.MODEL_TYPE: metric.model_type}
 
 
 def _on_cpu(tensor: Any) -> bool:

@@ -106,6 +106,11 @@ _PLAIN_KEY = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)*\Z")
 _MAX_NAME = 200
 
 
+def all_ranks(metric: Metric) -> dict[str, str]:
+    """The attributes of a point of a metric for all ranks together, with the registry's stage and model type."""
+    return {attr.RANK: attr.ALL_RANKS, attr.STAGE: metric.stage, attr.MODEL_TYPE: metric.model_type}
+
+
 @dataclass(frozen=True)
 class Series:
     """A metric and the attributes that every point of it carries for one key."""

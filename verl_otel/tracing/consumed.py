@@ -23,7 +23,7 @@ from verl_otel.tracing.steps import Steps
 MAX_LINKS = 16
 """Links of a step to the rollouts of earlier steps, the newest; trajectories of others are counted."""
 
-_LABELS = {attr.RANK: attr.ALL_RANKS, attr.STAGE: "rollout", attr.MODEL_TYPE: "rollout"}
+_LABELS = names.all_ranks(names.STALENESS)
 
 
 class Consumed:
