@@ -213,6 +213,13 @@ class Telemetry:
         except Exception:
             border.caught("starting run control")
 
+    def takes_no_requests(self) -> None:
+        """What trains here cannot be asked: say so, if somebody relies on it. Never raises."""
+        if os.environ.get(config.CONTROL, "").strip():
+            border.warn_once(
+                "run control", "%s is set, but this trainer takes no requests: see docs/alerting.md", config.CONTROL
+            )
+
     def _trainer_idle(self, step: int | None, ratio: float) -> None:
         self.instruments.set(names.TRAINER_IDLE, names.all_ranks(names.TRAINER_IDLE), ratio)
         self.step_values.add(step, {names.TRAINER_IDLE.name: ratio})

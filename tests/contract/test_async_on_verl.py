@@ -189,6 +189,24 @@ def test_a_trainer_with_separate_rollouts_is_known_from_its_base_and_logs_by_ver
         assert not t.step_values.by_number
 
 
+def test_a_trainer_that_takes_no_requests_says_so_where_somebody_relies_on_it(monkeypatch):
+    from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
+
+    class Trainer(SeparateRayPPOTrainer):
+        def __init__(self):
+            self.global_steps, self.timing_raw = 5, {}
+
+        def _start_profiling(self, do_profile):
+            pass
+
+    with instrumented():
+        Trainer()._fit_start_profile(should_profiler=False)
+        assert "run control" not in border.failures()
+        monkeypatch.setenv("VERL_OTEL_CONTROL", "/some/folder")
+        Trainer()._fit_start_profile(should_profiler=False)
+        assert border.failures()["run control"] == 1
+
+
 def test_the_rollouter_is_measured_at_each_version_of_the_weights():
     from verl.experimental.fully_async_policy.message_queue import MessageQueueClient
 

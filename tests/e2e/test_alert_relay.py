@@ -28,7 +28,7 @@ from verl_otel.stack.stack import Stack
 
 pytestmark = [pytest.mark.run, pytest.mark.stack]
 
-RUN, TOKEN = "alerted", "the-relay's-token"
+RUN = "alerted"
 HANGS, NAN = (4, 5), 6
 """Steps."""
 
@@ -79,26 +79,23 @@ def often(settings):
 
 
 def quickly(settings):
-    """Alertmanager with the relay's token, which tells changes of a group after seconds."""
+    """Alertmanager that tells changes of a group after seconds."""
     settings["route"] |= {"group_wait": "1s", "group_interval": "3s"}
-    (hook,) = settings["receivers"][0]["webhook_configs"]
-    hook["http_config"] = {"authorization": {"credentials": TOKEN}}
 
 
 @contextlib.contextmanager
 def relay_of(stack, folder, configuration, environment):
-    """`verl-otel alert-relay` where the stack's Alertmanager looks for it."""
+    """The stack's relay, as `verl-otel up --relay FILE` starts it in this environment."""
     (folder / "relay.yaml").write_text(configuration)
-    command = [*(bed.PYTHON.parent / "verl-otel", "alert-relay"), "--config", folder / "relay.yaml"]
-    command += ["--port", str(stack.ports["relay"])]
-    with (folder / "relay.log").open("w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    stack.relay = str(folder / "relay.yaml")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        stack.restart("relay")
         try:
-            assert eventually(lambda: stack.answers("relay"), 60), (folder / "relay.log").read_text()
             yield
         finally:
-            process.terminate()
-            assert process.wait(30) in (0, -signal.SIGTERM), (folder / "relay.log").read_text()
+            stack.stop(["relay"])
 
 
 @pytest.fixture(scope="module")
@@ -161,9 +158,7 @@ def robots():
 def alerted(tmp_path_factory, stack, fork_server, control, robots):
     """A run that hangs twice, and then has a loss that is not finite, until a person stops it."""
     folder = tmp_path_factory.mktemp("alerted")
-    environment = bed.clean_environment(
-        ROBOT_URL=robots.url("dingtalk"), ROBOT_SECRET=robots.secret, VERL_OTEL_RELAY_TOKEN=TOKEN, **control
-    )
+    environment = {"ROBOT_URL": robots.url("dingtalk"), "ROBOT_SECRET": robots.secret, **control}
     asked = []
 
     def person():
@@ -219,7 +214,14 @@ def test_a_robot_is_told_within_a_minute_of_the_fault(alerted, robots, name, fau
     assert f"**FIRING** {name} (critical)" in text
     assert "project alerts, experiment faults, run alerted" in text
     assert f"[runbook](http://runbooks/{name}.md)" in text
-    assert "[Grafana](http://" in text and "[Jaeger](http://" in text
+    assert all(f"[{name}](http://" in text for name in ("Grafana", "Jaeger", "MLflow"))
+    value = {"VerlRunHung": r"\d+\.?\d*s", "VerlThroughputLow": r"[\d.e+]+ tokens/s", "VerlNonFinite": r"\d+"}[name]
+    assert re.search(rf"^value {value}\s*$", text, re.MULTILINE), text
+
+
+def test_the_robot_is_told_of_a_stage_that_hangs_and_of_the_ranks_with_nan(alerted, robots):
+    assert re.search(r"hangs in stage update\b", told(robots)["VerlRunHung"][1])
+    assert re.search(r"verl\.loss in stage update on rank [01]: \d", told(robots)["VerlNonFinite"][1])
 
 
 def test_the_robot_is_told_that_it_is_over_too(alerted, robots):
@@ -287,8 +289,7 @@ def post_alerts(stack, ends_in):
 def test_a_group_of_alertmanager_is_one_message_to_each_kind_of_robot_and_one_when_it_is_over(stack, tmp_path):
     robots = Robots()
     urls = {kind.upper(): robots.url(kind) for kind in ("wecom", "dingtalk", "feishu", "webhook")}
-    environment = bed.clean_environment(SECRET=robots.secret, VERL_OTEL_RELAY_TOKEN=TOKEN, **urls)
-    with relay_of(stack, tmp_path, ROBOTS, environment):
+    with relay_of(stack, tmp_path, ROBOTS, {"SECRET": robots.secret, **urls}):
         post_alerts(stack, ends_in=300)
         assert eventually(lambda: len(robots.taken) == 4)
         post_alerts(stack, ends_in=-1)

@@ -38,6 +38,7 @@ RESOURCE = {
     "verl.project.name": "gsm8k",
     "verl.experiment.name": "ppo",
     "verl.process.role": "trainer",
+    "k8s.cluster.name": "east",
 }
 
 

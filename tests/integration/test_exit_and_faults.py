@@ -1,6 +1,7 @@
 """Telemetry that cannot work leaves the process as it would be without it, and its end is bounded."""
 
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -24,10 +25,12 @@ EXIT_TIMEOUT, MARGIN = 5, 3
 def train(tmp_path, *arguments, instrument=True, **environment):
     environment.setdefault("VERL_FILE_LOGGER_ROOT", str(tmp_path / "logs"))
     command = [*([bed.INSTRUMENT] if instrument else []), sys.executable, str(HERE / "small_trainer.py"), *arguments]
+    started = time.time()
     result = subprocess.run(
         command, env=bed.clean_environment(**environment), cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     result.ended = time.time()
+    result.seconds = result.ended - started
     return result
 
 
@@ -106,13 +109,17 @@ def test_the_exit_delay_can_be_set(tmp_path):
     assert exit_delay(result) < 0.2 + MARGIN
 
 
-# ---- what an endpoint can do wrong: from the start, or after it has taken one request; and how the training ends
+# ---- what an endpoint can do wrong to which signals, from the start or after it has taken one request; and how the
+# training ends
 
+SIGNALS = ("traces", "metrics", "logs")
+OUTCOMES = ("delivered", "spooled", "replayed", "dropped")
 MATRIX = {
-    "nothing": ("", False, ""),
-    **{fault: (fault, False, "") for fault in FAULTS_OF_ENDPOINTS},
-    **{f"{fault}, later": (fault, True, "") for fault in ("hangs", "resets", "503")},
-    **{f"hangs, then {end}": ("hangs", False, end) for end in ("fail", "exit", "interrupt", "terminate")},
+    "nothing": ("", SIGNALS, False, ""),
+    **{fault: (fault, SIGNALS, False, "") for fault in FAULTS_OF_ENDPOINTS},
+    **{f"{fault}, {of} only": (fault, (of,), False, "") for fault in ("hangs", "400", "503") for of in SIGNALS},
+    **{f"{fault}, later": (fault, SIGNALS, True, "") for fault in ("hangs", "resets", "503")},
+    **{f"hangs, then {end}": ("hangs", SIGNALS, False, end) for end in ("fail", "exit", "interrupt", "terminate")},
 }
 LAUNCHER_SHARE = 0.3
 """What this small trainer, which looks like a launcher, may take of the time for the end of a run."""
@@ -124,14 +131,16 @@ STATUS = {"": 0, "fail": 1, "exit": 4, "interrupt": 1, "terminate": 3}
 class Case:
     """A training against an endpoint; what was taken then, and after a replay to a healthy one."""
 
-    def __init__(self, folder, fault, later, end):
+    def __init__(self, folder, fault, signals, later, end):
         with Server() as server, Server() as healthy:
-            server.later = later
+            server.later, endpoint = later, server.url_of(fault)
+            if signals != SIGNALS:
+                server.fault, server.faults = "", dict.fromkeys(signals, fault)
             self.result = train(
                 folder,
                 "counts",
                 *end.split(),
-                OTEL_EXPORTER_OTLP_ENDPOINT=server.url_of(fault),
+                OTEL_EXPORTER_OTLP_ENDPOINT=endpoint,
                 VERL_OTEL_EXIT_TIMEOUT=f"{EXIT_TIMEOUT / LAUNCHER_SHARE}",
             )
             self.logged = logged(folder)
@@ -154,36 +163,56 @@ class Case:
 
 
 def of_server(server):
-    return {signal: server.items(signal) for signal in ("traces", "metrics", "logs")}
+    return {signal: server.items(signal) for signal in SIGNALS}
 
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory):
+def matrix(tmp_path_factory, untouched, pytestconfig):
+    """The cases by name; and prints them as a table."""
     with ThreadPoolExecutor(2) as pool:
+        without = [pool.submit(train, tmp_path_factory.mktemp("without"), instrument=False) for _ in range(3)]
         running = {name: pool.submit(Case, tmp_path_factory.mktemp("case"), *case) for name, case in MATRIX.items()}
-        return {name: future.result() for name, future in running.items()}
+        cases = {name: future.result() for name, future in running.items()}
+        seconds = statistics.median(future.result().seconds for future in without)
+    with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print("\n" + "\n".join(table(cases, untouched, seconds)))
+    return cases
+
+
+def table(cases, untouched, seconds):
+    """Lines: what the training logged, how long it took, and of each signal what became of what was handed over."""
+    yield f"{'an endpoint that':22} result     time  exit  delivered + spooled - replayed + dropped = handed over"
+    for name, case in cases.items():
+        result = "identical" if case.logged == untouched else "DIFFERENT"
+        became = {
+            of: [case.counts[of][what] for what in ("delivered", "spooled", "replayed", "dropped")] for of in SIGNALS
+        }
+        counts = "; ".join(
+            f"{of} {' '.join(map(str, numbers))} = {case.handed_over(of)}" for of, numbers in became.items()
+        )
+        yield f"{name:22} {result:9} {case.result.seconds / seconds:5.2f}x {case.delay:4.1f}s  {counts}"
 
 
 @pytest.mark.parametrize("name", MATRIX)
 def test_with_an_endpoint_that(name, matrix, untouched):
-    fault, later, end = MATRIX[name]
+    fault, signals, later, end = MATRIX[name]
     case, well = matrix[name], matrix["nothing"]
     assert case.result.returncode == STATUS[end], case.result.stderr
     assert case.logged == untouched
     assert case.delay < EXIT_TIMEOUT
     assert "the user's handler" in case.result.stdout or end != "terminate"
-    for signal in ("traces", "metrics", "logs"):
-        became = case.counts[signal]
+    for signal in SIGNALS:
+        became, meets = case.counts[signal], fault if signal in signals else ""
         assert case.pending[signal] == 0
         if signal != "metrics":  # how often those are exported depends on how long it takes
             assert case.handed_over(signal) == well.handed_over(signal) > 0
-        if fault != "is slow":  # what it has taken, it has said
+        if meets != "is slow":  # what it has taken, it has said
             assert became["delivered"] == case.taken[signal]
         assert became["spooled"] - became["replayed"] == case.taken_later[signal]
-        assert became["dropped"] == (case.handed_over(signal) if fault == "400" else 0)
-        assert later or fault == "" or became["delivered"] == 0
+        assert became["dropped"] == (case.handed_over(signal) if meets == "400" else 0)
+        assert later or became["delivered"] == (0 if meets else case.handed_over(signal))
     if fault == "400":
-        assert len(warnings_of(case.result)) == 4  # one for each signal, and at the end how much
+        assert len(warnings_of(case.result)) == len(signals) + 1  # one for each signal, and at the end how much
         return
     assert sorted(case.names[0] + case.names[1]) == well.names[0] or fault == "is slow"
     assert set(case.names[0] + case.names[1]) == set(well.names[0])

@@ -109,13 +109,17 @@ def delivering(route, sent=None, **more):
 
 def test_a_message_says_what_where_how_much_since_when_and_where_to_look():
     """The whole message, as a person reads it."""
-    text = messages(alert(), alert("VerlStageSlow", "resolved", severity="warning", annotations={"value": ""}))
+    ranks = {"description": "Since the start: verl.loss in stage update on rank 1: 3;"}
+    text = messages(
+        alert(annotations=ranks), alert("VerlStageSlow", "resolved", severity="warning", annotations={"value": ""})
+    )
     assert text.severity == "critical"
     assert text.text("\n", 4096, len) == (
         "**1 firing, 1 resolved: VerlNonFinite, VerlStageSlow**\n\n"
         "**FIRING** VerlNonFinite (critical)\n"
         "project alpha, experiment ppo, run r1, stage update, rank 1\n"
         "a loss is not finite\n"
+        "Since the start: verl.loss in stage update on rank 1: 3;\n"
         "value 3\n"
         "since 2026-11-30 01:02:03 UTC\n"
         "[Grafana](http://grafana/d/run?var-run=r1) [Jaeger](http://jaeger/trace/abc) "

@@ -195,8 +195,9 @@ def test_the_scrape_variant_replaces_the_push_and_nothing_else() -> None:
     assert host(variant["exporters"]["prometheus"]["endpoint"]) in LOOPBACK
 
 
-def test_scraped_and_pushed_series_get_the_same_labels_from_the_resource() -> None:
-    (statements,) = load(VARIANT)["processors"]["transform/run_labels"]["metric_statements"]
+@pytest.mark.parametrize("name", ["prometheus-scrape", "remote-write"])
+def test_scraped_and_pushed_series_get_the_same_labels_from_the_resource(name) -> None:
+    (statements,) = load(VARIANTS[name])["processors"]["transform/run_labels"]["metric_statements"]
     copied = []
     for statement in statements["statements"]:
         names = set(re.findall(r'attributes\["([^"]+)"\]', statement))

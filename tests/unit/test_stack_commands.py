@@ -280,15 +280,28 @@ def test_one_robot_is_said_by_variables_and_its_secrets_are_the_relays_only(verl
     for name, pid in verl_otel.pids().items():
         assert b"planted" not in Path(f"/proc/{pid}/environ").read_bytes(), name
     _, variables = RELAY.start(Stack.started_in(verl_otel.folder))
-    assert variables == {"VERL_OTEL_RELAY_URL": "https://example.com/planted"}
+    assert variables.keys() == {"VERL_OTEL_RELAY_URL", "VERL_OTEL_RELAY_TOKEN"}
+    assert variables["VERL_OTEL_RELAY_URL"] == "https://example.com/planted"
     assert all(b"planted" not in path.read_bytes() for path in verl_otel.folder.rglob("*") if path.is_file())
 
 
-def test_alertmanager_is_told_where_the_relay_is(tmp_path):
+def test_alertmanager_is_told_where_the_relay_is_and_its_token(tmp_path):
     stack = Stack(tmp_path, program=Path)
     ALERTMANAGER.start(stack)
     (receiver,) = yaml.safe_load((tmp_path / "alertmanager.yaml").read_text())["receivers"]
-    assert [hook["url"] for hook in receiver["webhook_configs"]] == [f"{stack.url('relay')}/alerts"]
+    (hook,) = receiver["webhook_configs"]
+    assert hook["url"] == f"{stack.url('relay')}/alerts"
+    token = Path(hook["http_config"]["authorization"]["credentials_file"])
+    assert token.stat().st_mode & 0o777 == 0o600 and len(token.read_text()) == 64
+    assert RELAY.start(stack)[1]["VERL_OTEL_RELAY_TOKEN"] == token.read_text()
+
+
+def test_the_relay_may_ask_runs_where_run_control_is_set_up(tmp_path, monkeypatch):
+    asking = {"VERL_OTEL_CONTROL": str(tmp_path), "VERL_OTEL_CONTROL_TOKEN_FILE": str(tmp_path / "token")}
+    for name, value in asking.items():
+        monkeypatch.setenv(name, value)
+    _, variables = RELAY.start(Stack(tmp_path, program=Path, relay="relay.yaml"))
+    assert variables.items() >= asking.items()
 
 
 def test_prometheus_is_told_where_the_others_are(tmp_path):

@@ -56,6 +56,7 @@ TARGET_LABELS = (
     attr.PROCESS_ROLE,
     attr.WORKER_GROUP,
     attr.HOST_NAME,
+    attr.CLUSTER_NAME,
     attr.SERVICE_INSTANCE_ID,
 )
 """Resource attributes that are labels of a target, and so of all its series: what tells runs and processes apart."""

@@ -33,6 +33,7 @@ def _wrap_init(handler: Any, patches: Patches) -> None:
             t = telemetry.current()
             if t is not None:
                 t.sft.begin()
+                t.takes_no_requests()
                 if t.identity.launcher_is_silent and t.identity.worker_index == "0":
                     t.announce()
                 if getattr(getattr(self, "mode", None), "name", "") == "RAY":

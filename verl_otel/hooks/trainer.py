@@ -154,6 +154,7 @@ def _follow_from(trainer: Any, name: str, patches: Patches) -> None:
         t = telemetry.current()
         if t is not None:
             _follow(t, self, waits_for_rollout=True)
+            t.takes_no_requests()
         return original(self, *args, **kwargs)
 
     patches.set(trainer, name, method)

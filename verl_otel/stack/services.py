@@ -1,6 +1,7 @@
 """The programs of the stack: how each is started, and where it answers when it is up."""
 
 import os
+import secrets
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,10 +10,13 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from verl_otel import config
 from verl_otel.stack.configuration import COLLECTOR, DEPLOY, for_this_machine
 
 if TYPE_CHECKING:
     from verl_otel.stack.stack import Stack
+
+RELAY_TOKEN = "VERL_OTEL_RELAY_TOKEN"
 
 Start = tuple[list[str], dict[str, str]]
 """A command, and environment variables for it."""
@@ -70,10 +74,14 @@ def _prometheus(stack: "Stack") -> Start:
 
 def _alertmanager(stack: "Stack") -> Start:
     addresses = {"relay:4321": stack.address("relay")}
-    settings = for_this_machine(DEPLOY / "alertmanager" / "alertmanager.yaml", addresses)
+    settings = yaml.safe_load(for_this_machine(DEPLOY / "alertmanager" / "alertmanager.yaml", addresses))
+    authorization = {"authorization": {"credentials_file": str(_relay_token(stack))}}
+    for receiver in settings["receivers"]:
+        for hook in receiver["webhook_configs"]:
+            hook["http_config"] = authorization
     return [
         str(stack.program("alertmanager")),
-        f"--config.file={_write(stack.folder / 'alertmanager.yaml', settings)}",
+        f"--config.file={_write(stack.folder / 'alertmanager.yaml', yaml.safe_dump(settings))}",
         f"--storage.path={stack.folder / 'alertmanager'}",
         f"--web.listen-address={stack.address('alertmanager')}",
         "--cluster.listen-address=",  # one alone; it would listen on all addresses
@@ -83,9 +91,18 @@ def _alertmanager(stack: "Stack") -> Start:
 def _relay(stack: "Stack") -> Start:
     command = [sys.executable, "-m", "verl_otel.cli", "alert-relay", "--port", str(stack.ports["relay"])]
     configuration = ["--config", stack.relay] if stack.relay else []
-    variables = {name: value for name, value in os.environ.items() if name.startswith("VERL_OTEL_RELAY_")}
-    variables.pop("VERL_OTEL_RELAY_TOKEN", None)  # on loopback it needs none, and Alertmanager brings none
-    return [*command, *configuration], variables
+    given = ("VERL_OTEL_RELAY_", config.CONTROL)  # of the robot, and where runs are asked
+    variables = {name: value for name, value in os.environ.items() if name.startswith(given)}
+    return [*command, *configuration], {**variables, RELAY_TOKEN: _relay_token(stack).read_text(encoding="utf-8")}
+
+
+def _relay_token(stack: "Stack") -> Path:
+    """The file with what Alertmanager says to the relay: one of this stack's own, which only its owner can read."""
+    path = stack.folder / "relay-token"
+    if not path.exists():
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(secrets.token_hex(32))
+    return path
 
 
 def _bridge(stack: "Stack") -> Start:

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from verl_otel.alerts.relay.notification import FIRING, Alert
 
-MAX_VALUE = 300
-"""Characters of one value in a message."""
+MAX_VALUE, MAX_DESCRIPTION = 300, 1000
+"""Characters of one value in a message; of an alert's description, which lists ranks and stages."""
 
 _WIDE = {ord(character): ord(character) + 0xFEE0 for character in "<>[]@"}
 """To Unicode's full-width forms, which look the same and mean nothing in markdown."""
@@ -90,10 +90,10 @@ def message_of(alerts: Sequence[Alert], left_out: int = 0) -> Message:
     return Message(title, tuple(_block(alert) for alert in ordered), severity, left_out)
 
 
-def plain(value: str) -> str:
-    """A value as text, whatever is in it."""
+def plain(value: str, most: int = MAX_VALUE) -> str:
+    """A value as text of `most` characters, whatever is in it."""
     value = value.translate(_NEUTRAL)
-    return value if len(value) <= MAX_VALUE else value[: MAX_VALUE - 3] + "..."
+    return value if len(value) <= most else value[: most - 3] + "..."
 
 
 def _block(alert: Alert) -> tuple[str, ...]:
@@ -102,7 +102,8 @@ def _block(alert: Alert) -> tuple[str, ...]:
     lines = [
         f"**{alert.status.upper()}** {plain(alert.name)} ({plain(labels.get('severity') or 'no severity')})",
         ", ".join(where),
-        plain(annotations.get("summary") or annotations.get("description") or ""),
+        plain(annotations.get("summary", "")),
+        plain(annotations.get("description", ""), MAX_DESCRIPTION),
         f"value {plain(annotations['value'])}" if annotations.get("value") else "",
         f"since {_time(alert.starts_at)}" + ("" if alert.status == FIRING else f", until {_time(alert.ends_at)}"),
         " ".join(_links(alert)),
