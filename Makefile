@@ -25,8 +25,10 @@ test: env ## every test; the cheap ones first
 test-fast: env ## only the tests that need neither a run nor the stack
 	@$(PYTHON_IN_ENV) -m pytest tests/unit tests/contract -m "not matrix"
 
-test-matrix: env ## every version of verl, Python, Ray and OpenTelemetry; makes the tables of docs/support.md and the README
+test-matrix: env ## every version of verl, Python, Ray and OpenTelemetry, for the tables of docs/support.md and the README; then two nodes, and the wheels of vLLM and SGLang
 	@$(PYTHON_IN_ENV) tests/matrix/support.py
+	@$(PYTHON_IN_ENV) -m pytest tests/contract -m matrix
+	@$(PYTHON_IN_ENV) -m pytest tests/e2e -m matrix
 
 bench: env ## what telemetry costs a training thread, also with bad endpoints; how long a value takes to Prometheus
 	@$(PYTHON_IN_ENV) tests/bench/hooks.py
