@@ -61,13 +61,21 @@ def assert_events_are_what_verl_printed(mode):
         assert {key: logged[step][key] for key in values} == pytest.approx(values, rel=1e-12, nan_ok=True)
 
 
-def assert_idle_ratio(mode):
-    (of_trainer,) = mode.points["verl.trainer.idle_ratio"]
-    assert 0 <= of_trainer[1]["asDouble"] <= 1
+def assert_waits(mode, times, last):
+    """The rollout of each step is a wait, in so many parts; the idle ratio is the share of the `last` step."""
+    share = {}
     for number, trace in mode.steps.items():
-        step = root(trace)
-        waited = sum(s.seconds for s in children(trace, step) if s.attributes.get("verl.stage.wait"))
-        assert 0 <= waited <= step.seconds, number
+        waits = [s for s in children(trace, root(trace)) if s.attributes.get("verl.stage.wait")]
+        assert [s.name for s in waits] == ["verl.rollout"] * times, number
+        share[number] = sum(s.seconds for s in waits) / root(trace).seconds
+        assert 0 < share[number] <= 1, number
+    ((_, of_trainer),) = mode.points["verl.trainer.idle_ratio"]
+    assert of_trainer["asDouble"] == pytest.approx(share[last], abs=0.02)
+
+
+def policy_versions(mode):
+    """Of the weights that each step trains, in the order of the steps."""
+    return [root(mode.steps[number]).attributes["verl.policy.version"] for number in sorted(mode.steps)]
 
 
 def staleness(mode):
@@ -97,9 +105,7 @@ def test_separate_async_has_whole_traces_without_gaps(separate):
 
 
 def test_separate_async_says_what_it_waited_for(separate):
-    assert_idle_ratio(separate)
-    waits = Counter(s.name for s in separate.spans if s.attributes.get("verl.stage.wait"))
-    assert waits == {"verl.rollout": 6}  # two for each step
+    assert_waits(separate, 2, last=3)
 
 
 def test_separate_async_says_how_stale_its_trajectories_are_and_links_to_them(separate):
@@ -184,13 +190,18 @@ def test_fully_async_knows_its_processes(fully):
 
 
 def test_fully_async_says_waits_staleness_and_idle_times(fully):
-    assert_idle_ratio(fully)
-    ((_, point),) = fully.points["verl.rollouter.idle_ratio"]
-    assert 0 <= point["asDouble"] <= 1
-    count, total = staleness(fully)
-    assert count == 6 * 4 * 4 and total >= 0
+    assert_waits(fully, 1, last=6)
+    of_verl = fully.run.printed()[3]
+    assert fully.recording.step_values()[3]["verl.trainer.idle_ratio"] == pytest.approx(
+        of_verl["fully_async/trainer/idle_ratio"], abs=0.01
+    )
+    ((_, of_rollouter),) = fully.points["verl.rollouter.idle_ratio"]
+    assert 0 <= of_rollouter["asDouble"] <= 1
+    assert policy_versions(fully) == [0, 0, 1, 1, 2, 2, 3]
+    # At a threshold of 0.5 none is more than one version behind: as many as verl says.
+    assert staleness(fully) == (6 * 4 * 4, of_verl["fully_async/count/stale_trajectory_processed"])
     versions = {s.attributes.get("verl.policy.version") for s in fully.spans if s.name == "verl.trajectory"}
-    assert versions & {0, 1, 2}
+    assert 0 in versions and versions <= {0, 1, 2, 3, None}
 
 
 # ---- one_step_off ---------------------------------------------------------------------------------------------------
@@ -204,7 +215,6 @@ def one_step_off(tmp_path_factory, fork_server):
 def test_one_step_off_has_whole_traces_and_links_to_what_was_generated_ahead(one_step_off):
     assert_whole(one_step_off, 3, {"verl.run", "verl.validation", "verl.step"})
     assert_events_are_what_verl_printed(one_step_off)
-    assert_idle_ratio(one_step_off)
     assert_named(one_step_off)
     for trace in one_step_off.steps.values():
         generations = {s.span_id for s in trace if s.attributes.get("verl.timer") == "generate_async"}
@@ -213,6 +223,18 @@ def test_one_step_off_has_whole_traces_and_links_to_what_was_generated_ahead(one
     for number in (2, 3):
         generated = one_step_off.steps[number - 1][0].trace_id
         assert generated in root(one_step_off.steps[number]).links
+
+
+def test_one_step_off_says_waits_and_staleness(one_step_off):
+    assert_waits(one_step_off, 1, last=3)
+    assert policy_versions(one_step_off) == [0, 1, 2]
+    assert staleness(one_step_off) == (3 * 32, 3 * 32)  # one version each, as verl numbers them
+    made_in = {
+        (s.attributes["verl.step.number"], s.attributes.get("verl.policy.version"))
+        for s in one_step_off.spans
+        if s.name == "verl.trajectory" and not s.attributes["verl.validate"]
+    }
+    assert made_in <= {(1, 0), (1, 1), (2, 2)}, "the first step makes its own batch and the next one's"
 
 
 # ---- colocate_async -------------------------------------------------------------------------------------------------
