@@ -15,6 +15,12 @@ pytestmark = pytest.mark.run
 PHASES = {f"verl.weight_sync.{phase}" for phase in ("abort", "release", "transfer", "resume")}
 
 
+OF_USERS = ("reward/creative_score", "reward/answer_length", "val/reward/")
+"""What reward_logged.py logs, where a run has it."""
+WRONG = "'no name' is not the name of a metric"
+"""What it does wrong."""
+
+
 def trained(tmp_path_factory, mode, arguments, **how):
     """A run of run_<mode>.sh, and what it recorded."""
     run = bed.run(tmp_path_factory.mktemp(mode), arguments, script=f"run_{mode}.sh", **how)
@@ -27,7 +33,11 @@ def trained(tmp_path_factory, mode, arguments, **how):
         steps=step_traces(recording.spans),
         events=recording.events_named("verl.step"),
         points=last_points(run.telemetry),
-        complaints=[line for line in run.output.splitlines() if "verl-otel:" in line or "Failed to detach" in line],
+        complaints=[
+            line
+            for line in run.output.splitlines()
+            if "Failed to detach" in line or ("verl-otel:" in line and WRONG not in line)
+        ],
     )
 
 
@@ -51,7 +61,7 @@ def assert_events_are_what_verl_printed(mode):
     """Every value that verl logged is in an event of its step, and of several calls for one step nothing is lost."""
     printed = mode.run.printed()
     logged = {
-        step: {key: value for key, value in values.items() if not key.startswith("verl.")}
+        step: {key: value for key, value in values.items() if not key.startswith(("verl.", *OF_USERS))}
         for step, values in mode.recording.step_values().items()
     }
     assert {step: sorted(values) for step, values in printed.items()} == {
@@ -163,7 +173,14 @@ def test_a_checkpoint_says_where_and_how_much(separate):
 
 @pytest.fixture(scope="module")
 def fully(tmp_path_factory, fork_server):
-    return trained(tmp_path_factory, "fully_async", ["trainer.save_freq=2"], ranks=1, fork_server=fork_server)
+    scored = tmp_path_factory.mktemp("scored") / "rewards"
+    logged = f"reward.custom_reward_function.path={bed.BED}/reward_logged.py"
+    mode = trained(
+        tmp_path_factory, "fully_async", ["trainer.save_freq=2", logged],
+        ranks=1, fork_server=fork_server, environment={"REWARDS": str(scored)},
+    )  # fmt: skip
+    mode.scored = [float(line) for line in scored.read_text().splitlines()]
+    return mode
 
 
 def test_fully_async_has_whole_traces_without_gaps(fully):
@@ -202,6 +219,17 @@ def test_fully_async_says_waits_staleness_and_idle_times(fully):
     assert staleness(fully) == (6 * 4 * 4, of_verl["fully_async/count/stale_trajectory_processed"])
     versions = {s.attributes.get("verl.policy.version") for s in fully.spans if s.name == "verl.trajectory"}
     assert 0 in versions and versions <= {0, 1, 2, 3, None}
+
+
+def test_fully_async_has_what_users_log_in_the_workers_of_its_rollouter(fully):
+    count, total = 0, 0.0
+    for event in fully.events:
+        for key in ("reward/answer_length", "val/reward/answer_length"):
+            if key in event.body:
+                number = event.body.get(f"{key}/count", 1)
+                count, total = count + number, total + number * event.body[key]
+    print("COUNTED", count, total, len(fully.scored), sum(fully.scored))
+    assert count == len(fully.scored) and total == pytest.approx(sum(fully.scored))
 
 
 # ---- one_step_off ---------------------------------------------------------------------------------------------------

@@ -39,6 +39,9 @@ _PAUSING = frozenset(
 )
 """Methods of verl's rollout servers, of all backends, that a weight sync calls."""
 
+_rollouters: weakref.WeakSet[Any] = weakref.WeakSet()
+"""fully_async's, which the trainer has not made; it asks the agent-loop and reward workers that it has made."""
+
 _asked: dict[str, Any] = {}
 """Actor id -> the names of its methods that take a carrier, or the reference to the answer."""
 
@@ -82,7 +85,7 @@ def _wrap_calls(actor_method: Any, patches: Patches) -> None:
                 if self._method_name.endswith("save_checkpoint"):
                     _saving(*(args or ()), **(kwargs or {}))
             elif self._method_name == "reset_staleness":
-                _tell_validator(_actor_of(self))
+                _met_rollouter(_actor_of(self))
         except Exception:
             border.caught("passing the trace context to an actor")
         result = original(self, args, kwargs, *more, **options)
@@ -116,7 +119,7 @@ def _will_report(actor: Any, kind: str, method: str) -> None:
         border.caught("asking a rank for its values")
 
 
-def _tell_validator(rollouter: Any) -> None:
+def _met_rollouter(rollouter: Any) -> None:
     """fully_async's rollouter, whose class travels by value without our wrapper, has new weights; it may validate them.
 
     Told here and not with the call to validate: Ray may run calls of an async actor in another order, and the trainer
@@ -124,6 +127,7 @@ def _tell_validator(rollouter: Any) -> None:
     """
     t = telemetry.peek()
     if t is not None and t.identity.role == TRAINER:
+        _rollouters.add(rollouter)
         rollouter.__ray_call__.remote(_will_validate, propagation.inject(t.steps.current_context()))
 
 
@@ -209,12 +213,12 @@ def ask_for_values() -> Answers | None:
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None
-    return Answers.of([actor for actor in list(_children) if _logs_of_users(actor)], _logged)
+    return Answers.of([*_workers_of_users(), *list(_rollouters)], _logged)
 
 
-def _logs_of_users(actor: Any) -> bool:
-    """Ranks are asked with their stages; of the others, those in which users' code runs."""
-    return _role(actor) in {AGENT_LOOP, REWARD_WORKER}
+def _workers_of_users() -> list[Any]:
+    """Of the actors that this process made those in which users' code runs. (Ranks are asked with their stages.)"""
+    return [actor for actor in list(_children) if _role(actor) in {AGENT_LOOP, REWARD_WORKER}]
 
 
 def _role(actor: Any) -> str:
@@ -222,9 +226,21 @@ def _role(actor: Any) -> str:
 
 
 def _logged(actor: Any) -> Any:
-    """Runs in the actor's process."""
+    """Runs in the actor's process, which must not wait: what those below it have logged is in its next answer."""
     t = telemetry.peek()
-    return None if t is None else t.user.take()
+    if t is None:
+        return None
+    taken = t.user.take()
+    for worker in _workers_of_users():
+        worker.__ray_call__.remote(_logged).future().add_done_callback(functools.partial(_absorb, t.user))
+    return taken
+
+
+def _absorb(user: Any, answer: Any) -> None:
+    try:
+        user.absorb(answer.result() or ())
+    except Exception:  # the process is gone, or does not have this package
+        border.caught("what users have logged in a worker")
 
 
 def _actor_of(method: Any) -> Any:

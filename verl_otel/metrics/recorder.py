@@ -91,6 +91,12 @@ class Recorder:
 
     def _finish(self) -> None:
         self._step_values.collect()
+        then = self._emit_rest if self._step_values.by_number else self._finish_below
+        self._background.hold(self._step_values.complete, WAIT_FOR_VALUES, then)
+
+    def _finish_below(self) -> None:
+        """fully_async's rollouter has had the time between to ask its workers."""
+        self._step_values.collect()
         self._background.hold(self._step_values.complete, WAIT_FOR_VALUES, self._emit_rest)
 
     def _emit_rest(self) -> None:

@@ -177,6 +177,11 @@ class UserMetrics:
             for (key, step, frequency), found in taken.items()
         ]
 
+    def absorb(self, reported: Iterable[Reported]) -> None:
+        """Keep what users have logged in other processes, until it is taken from here."""
+        for key, step, frequency, count, total, low, high in reported:
+            self._keep((key, step, frequency), Summary(count, total, low, high))
+
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _known(self, name: str, kind: str) -> Declared | None:
@@ -228,7 +233,9 @@ class UserMetrics:
 
     def _summarize(self, declared: Declared, name: str, labels: dict[str, str], step: int | None, new: Summary) -> None:
         key = f"val/{name}" if labels[attr.STAGE] == "validation" else name
-        where = (key, step, declared.frequency)
+        self._keep((key, step, declared.frequency), new)
+
+    def _keep(self, where: tuple[str, int | None, str], new: Summary) -> None:
         with self._lock:
             found = self._summaries.get(where)
             if found is not None:
