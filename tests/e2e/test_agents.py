@@ -6,7 +6,7 @@ from collections import Counter
 import bed
 import pytest
 from recorded_metrics import last_points
-from trees import children, orphans, step_traces, traces
+from trees import assert_named, children, orphans, step_traces, traces
 
 from verl_otel.recording import reader
 
@@ -69,6 +69,10 @@ def failures(run):
 
 def test_no_span_is_an_orphan(recorded):
     assert [name for trace in traces(recorded.spans).values() for name in orphans(trace)] == []
+
+
+def test_no_large_part_of_a_step_is_without_a_name(steps):
+    assert_named(steps)
 
 
 def test_a_trajectory_reads_from_top_to_bottom(steps):

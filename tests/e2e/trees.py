@@ -110,3 +110,9 @@ def unnamed_share(trace: list[Span]) -> float:
             largest = max(largest, stage.start - last)
             last = max(last, stage.end)
     return max(largest, step.end - last) / (step.end - step.start)
+
+
+def assert_named(steps: dict[int, list[Span]], share: float = 0.05) -> None:
+    """Of most steps no larger part is without a name: on a busy machine one may stand still."""
+    shares = sorted(unnamed_share(trace) for trace in steps.values())
+    assert shares[len(shares) // 2] < share, shares
