@@ -34,6 +34,7 @@ from verl_otel.metrics.samples import Samples
 from verl_otel.metrics.servers import ServerMetrics
 from verl_otel.metrics.step_values import StepValues
 from verl_otel.metrics.user import UserMetrics
+from verl_otel.metrics.withdrawn import Withdrawn
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import metrics as names
 from verl_otel.tracing import ids
@@ -75,9 +76,15 @@ class Telemetry:
         self.settings = settings
         self.identity = identity
         resource = identity.resource()
-        distributions = Distributions(resource, InstrumentationScope(SCOPE, __version__))
+        scope = InstrumentationScope(SCOPE, __version__)
+        distributions, withdrawn = Distributions(resource, scope), Withdrawn(resource, scope)
         self.providers = providers.make(
-            resource, tracer_provider, meter_provider, logger_provider, extend_metrics=distributions.extend
+            resource,
+            tracer_provider,
+            meter_provider,
+            logger_provider,
+            extend_metrics=distributions.extend,
+            add_withdrawn=withdrawn.extend,
         )
         self.tracer = self.providers.tracer.get_tracer(SCOPE, __version__)
         self.meter = self.providers.meter.get_meter(SCOPE, __version__)
@@ -94,8 +101,9 @@ class Telemetry:
 
         self.budget = lifetime.Budget(settings.exit_timeout * _EXIT_SHARE.get(identity.role, 1.0))
         self.flusher = lifetime.Flusher((self.providers.meter, self.providers.logger, self.providers.tracer))
+        ours = self.providers.meter_is_ours
         self.instruments = Instruments(
-            self.meter, settings.levels, distributions if self.providers.meter_is_ours else None
+            self.meter, settings.levels, distributions if ours else None, withdrawn if ours else None
         )
         # With one point at least: where the SDK has none, its readers export nothing, and so no distributions either.
         self.instruments.observe(names.FAILURES, lambda: border.failures() or {"none": 0}, attr.SITE)

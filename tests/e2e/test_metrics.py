@@ -6,7 +6,7 @@ import statistics
 
 import bed
 import pytest
-from asking import eventually, prometheus
+from asking import eventually, get, prometheus
 
 from verl_otel.bridges.mlflow.runs import metric_name
 from verl_otel.recording import reader
@@ -191,6 +191,16 @@ def test_the_gauge_does_not_show_the_last_good_number(stack, nan_run):
     assert len(set(good.values())) == 3 and len(set(bad.values())) == 2
     ((_, verls),) = samples(stack, 'verl_loss{verl_run_id="nan-run",rank="all",verl_key="actor/loss"}')
     assert len(set(verls.values())) == 2  # the loss that verl has averaged is NaN too
+
+
+def test_whoever_looks_between_two_steps_does_not_see_the_last_good_number(stack, nan_run):
+    """Prometheus by itself would show the last sample for five minutes."""
+    selector = 'verl_loss{verl_run_id="nan-run",stage="update",verl_key="actor/loss",rank!="all"}'
+    ((_, good),) = samples(stack, selector.replace('rank!="all"', 'rank="0"'))
+    first_seen = {value: at for at, value in sorted(good.items(), reverse=True)}
+    _, second, third = sorted(first_seen.values())
+    found = get(f"{stack.url('prometheus')}/api/v1/query", query=selector, time=(second + third) / 2)["data"]["result"]
+    assert [series["metric"]["rank"] for series in found] == ["0"]
 
 
 def test_the_trace_says_rank_metric_and_step(recorded):

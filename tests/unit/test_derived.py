@@ -111,3 +111,47 @@ def test_tokens_of_another_step_are_not_taken_for_this_one(memory):
     process.log(dict(STEP), 1)
     process.steps.leave(step)
     assert memory.points("verl.rollout.throughput") == []
+
+
+# ---- over several steps ---------------------------------------------------------------------------------------------
+
+
+def shown(memory):
+    """What the gauges show: timer -> share, and the figures that are one for the step."""
+    shares = {timer: value for (timer,), value in memory.values("verl.step.stage_share", "verl.timer").items()}
+    return shares, memory.values("verl.step.rate") | memory.values("verl.step.unaccounted")
+
+
+def test_a_stage_that_this_step_does_not_have_shows_no_share(memory):
+    process = memory.process()
+    process.log({"timing_s/step": 10.0, "timing_s/gen": 2.0, "timing_s/save_checkpoint": 8.0}, 20)
+    assert shown(memory)[0] == {"gen": 0.2, "save_checkpoint": 0.8}
+    process.log({"timing_s/step": 4.0, "timing_s/gen": 3.0}, 21)
+    assert shown(memory) == ({"gen": 0.75}, {(): 1.0})
+
+
+@pytest.mark.parametrize("time", [{}, {"timing_s/step": math.nan}, {"timing_s/step": 0.0}])
+def test_without_the_time_of_this_step_that_of_the_last_one_is_not_shown(memory, time):
+    process = memory.process()
+    process.log(dict(STEP), 1)
+    process.log({"timing_s/gen": 4.0, **time}, 2)
+    assert shown(memory) == ({}, {})
+    process.log(dict(STEP), 3)
+    assert shown(memory) == ({"gen": 0.4, "update_actor": 0.3, "adv": 0.05}, {(): 2.5})
+
+
+@pytest.mark.parametrize("more", [{"val-core/acc": 1.0}, {"timing_s/testing": 5.0}, {"timing_s/save_checkpoint": 1.0}])
+def test_a_second_call_for_a_step_that_does_not_time_it_leaves_its_figures(memory, more):
+    process = memory.process()
+    process.log(dict(STEP), 1)
+    before = shown(memory)
+    process.log(more, 1)
+    assert shown(memory) == before
+
+
+def test_a_call_without_timers_does_not_begin_a_step(memory):
+    process = memory.process()
+    process.log(dict(STEP), 1)
+    before = shown(memory)
+    process.log({"val-core/acc": 1.0, "timing_s/testing": 5.0}, 2)
+    assert shown(memory) == before

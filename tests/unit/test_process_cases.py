@@ -357,7 +357,7 @@ class Hanging:
                 for of_scope in json.loads(line)["resourceMetrics"][0]["scopeMetrics"]:
                     for metric in of_scope["metrics"]:
                         if metric["name"] == "verl.stage.active":
-                            for point in metric["gauge"]["dataPoints"]:
+                            for point in (p for p in metric["gauge"]["dataPoints"] if "asDouble" in p):
                                 labels = {a["key"]: a["value"].get("stringValue") for a in point["attributes"]}
                                 found.add(labels["verl.timer"])
         return found

@@ -257,6 +257,16 @@ def test_a_value_that_is_not_finite_hides_the_gauge_and_is_counted_and_an_event(
     assert trainer.taken() == {("reward/mine", 5): (1, 1.0), ("reward/all", 5): (1, 1.0)}
 
 
+@pytest.mark.parametrize("values", [[1.0, math.nan, math.inf, 2.0, math.nan], [math.nan] * 3])
+def test_each_value_of_a_histogram_that_is_not_finite_is_counted_once_under_its_name(process, memory, values):
+    process()
+    verl_otel.log_histogram("reward/all", values)
+    (point,) = memory.points("verl.metric.non_finite")
+    assert point.value == 3
+    assert (point.attributes["metric"], point.attributes["verl.key"]) == ("verl.user.reward.all", "reward/all")
+    assert sum(point.count for point in memory.points("verl.user.reward.all")) == len(values) - 3
+
+
 def texts(memory):
     return [event for event in memory.events if event.event_name == "verl.text"]
 

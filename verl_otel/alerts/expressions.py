@@ -5,8 +5,9 @@ Names are the registry's, limits come from `deploy/prometheus/thresholds.yaml`. 
 - Points come every half second to every ten seconds, steps take from half a second to half an hour. So what is usual is
   mostly a mean over the attempt's whole life, from the sums and counts of histograms, which needs no window. Gauges
   show a step's value until the next one, so that an average over any window has at least one step in it.
-- Points are pushed: a series that has ended is shown for five minutes more. Who ends and who goes on is told by
-  `last_over_time(...[fresh])`, which sees points of the last two minutes only.
+- Points are pushed: a series whose process has ended is shown for five minutes more; one that a process withdraws, such
+  as a stage that ends, is not. Who ends and who goes on is told by `last_over_time(...[fresh])`, which sees points of
+  the last two minutes, of both.
 - A counter begins with its first event, which `increase()` does not see, since it has no point before: see `_grown`.
 """
 

@@ -122,8 +122,8 @@ def quantile(share: float, metric: str, where: Matchers | None = None, keep: Seq
 def since(metric: str, where: Matchers, keep: Sequence[str] = ()) -> str:
     """Seconds since the Unix time that a gauge has, of those that are still sent.
 
-    A stage that has ended is not sent any more, but Prometheus shows its last point for minutes: those count that are
-    as new as the newest of their process.
+    A stage that has ended is not sent any more, but Prometheus may show its last point for minutes, as it does where
+    it is not told of the end: those count that are as new as the newest of their process.
     """
     process = (*RUN, "instance")
     newest = f"max {by(process)} (timestamp({series(PRESENCE)}) > time() - {FRESH})"

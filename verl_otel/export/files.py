@@ -12,7 +12,6 @@ from typing import Any
 
 from google.protobuf.message import Message
 from opentelemetry.exporter.otlp.proto.common._log_encoder import encode_logs
-from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk._logs import ReadableLogRecord
 from opentelemetry.sdk._logs.export import LogRecordExporter, LogRecordExportResult
@@ -22,7 +21,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from verl_otel import border, config
-from verl_otel.export import otlp_json
+from verl_otel.export import otlp_json, otlp_metrics
 from verl_otel.semconv import attributes as attr
 
 MAX_BYTES = 1 << 30
@@ -112,6 +111,8 @@ class FileSpanExporter(SpanExporter):
 class FileMetricExporter(MetricExporter):
     """Metrics to `*.metrics.jsonl`; `OTEL_METRICS_EXPORTER=verl_otel_file`."""
 
+    says_what_ends = True
+
     def __init__(self) -> None:
         super().__init__()
         self._lines = _Lines("metrics")
@@ -119,7 +120,7 @@ class FileMetricExporter(MetricExporter):
     def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any) -> MetricExportResult:
         ok = all(
             [
-                self._lines.write(encode_metrics(MetricsData([group])), group.resource)
+                self._lines.write(otlp_metrics.encode(MetricsData([group])), group.resource)
                 for group in metrics_data.resource_metrics
             ]
         )

@@ -11,7 +11,6 @@ from typing import Any
 
 from opentelemetry.exporter.otlp.proto.common._internal.metrics_encoder import OTLPMetricExporterMixin
 from opentelemetry.exporter.otlp.proto.common._log_encoder import encode_logs
-from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk._logs import ReadableLogRecord
 from opentelemetry.sdk._logs.export import LogRecordExporter, LogRecordExportResult
@@ -26,7 +25,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from verl_otel import border, config
-from verl_otel.export import otlp_http, otlp_json
+from verl_otel.export import otlp_http, otlp_json, otlp_metrics
 from verl_otel.export.files import process_name, run_folder
 from verl_otel.export.outbox import DELIVERED, DROPPED, REPLAYED, SPOOLED, Outbox, Request
 from verl_otel.export.spool import Spool
@@ -172,6 +171,8 @@ class OtlpLogExporter(LogRecordExporter):
 class OtlpMetricExporter(MetricExporter, OTLPMetricExporterMixin):
     """Metrics to the outbox. Temporality as `OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE` says."""
 
+    says_what_ends = True
+
     def __init__(self, outbox: Outbox) -> None:
         self._common_configuration()
         self._outbox = outbox
@@ -183,7 +184,7 @@ class OtlpMetricExporter(MetricExporter, OTLPMetricExporterMixin):
 
                 def encode(metrics: Sequence[Any], group: Any = group, scope: Any = scope) -> Any:
                     one = ScopeMetrics(scope.scope, list(metrics), scope.schema_url)
-                    return encode_metrics(MetricsData([ResourceMetrics(group.resource, [one], group.schema_url)]))
+                    return otlp_metrics.encode(MetricsData([ResourceMetrics(group.resource, [one], group.schema_url)]))
 
                 ok = _put(self._outbox, "metrics", scope.metrics, encode) and ok
         return MetricExportResult.SUCCESS if ok else MetricExportResult.FAILURE

@@ -59,6 +59,10 @@ Extend = Callable[[MetricsData], MetricsData]
 _extend: Extend = lambda data: data  # noqa: E731
 """Adds, at each export, what the SDK's instruments cannot take (`verl_otel.metrics.distributions`)."""
 
+AddWithdrawn = Callable[[MetricsData, int], tuple[MetricsData, int]]
+_add_withdrawn: AddWithdrawn = lambda data, after: (data, after)  # noqa: E731
+"""Adds the series that have ended since the exporter's last export (`verl_otel.metrics.withdrawn`)."""
+
 
 @dataclass(frozen=True)
 class Providers:
@@ -95,15 +99,19 @@ def make(
     logger_provider: LoggerProvider | None = None,
     *,
     extend_metrics: Extend | None = None,
+    add_withdrawn: AddWithdrawn | None = None,
 ) -> Providers:
     """The providers to use: the given ones, else the global ones if somebody set them, else new ones, set globally.
 
     Args:
         extend_metrics: called with what the SDK has collected, before each export of a meter provider made here.
+        add_withdrawn: called then too, for exporters that can say that a series has ended.
     """
-    global _extend
+    global _extend, _add_withdrawn
     if extend_metrics is not None:
         _extend = extend_metrics
+    if add_withdrawn is not None:
+        _add_withdrawn = add_withdrawn
 
     def choose(given: Any, current: Any, build: Callable[[Resource], Any], publish: Callable[[Any], None]) -> Any:
         if given is not None:
@@ -217,12 +225,19 @@ class _Extended(MetricExporter):
     def __init__(self, exporter: MetricExporter) -> None:
         super().__init__(exporter._preferred_temporality, exporter._preferred_aggregation)
         self._exporter = exporter
+        self._withdrawn = 0
         self._pid = os.getpid()
 
     def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any) -> MetricExportResult:
         if os.getpid() != self._pid:
             return MetricExportResult.SUCCESS
-        return self._exporter.export(_extend(metrics_data), timeout_millis, **kwargs)
+        data, withdrawn = _extend(metrics_data), self._withdrawn
+        if getattr(self._exporter, "says_what_ends", False):
+            data, withdrawn = _add_withdrawn(data, withdrawn)
+        result = self._exporter.export(data, timeout_millis, **kwargs)
+        if result is MetricExportResult.SUCCESS:
+            self._withdrawn = withdrawn
+        return result
 
     def force_flush(self, timeout_millis: float = 10_000) -> bool:
         return self._exporter.force_flush(timeout_millis)

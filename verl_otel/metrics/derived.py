@@ -10,6 +10,7 @@ from verl_otel.semconv.metrics import Series
 from verl_otel.semconv.stages import ROLLOUT_TIMER, STEP_TIMER, in_step, stage_of
 
 _TIMING = "timing_s/"
+STEP_TIME = _TIMING + STEP_TIMER
 
 
 def of_step(values: Mapping[str, float], generated: float | None = None) -> Iterator[tuple[Series, float]]:
@@ -24,7 +25,7 @@ def of_step(values: Mapping[str, float], generated: float | None = None) -> Iter
     if generated is not None and generation is not None and math.isfinite(generation) and generation > 0:
         where = {attr.RANK: attr.ALL_RANKS, attr.STAGE: "rollout", attr.MODEL_TYPE: "rollout"}
         yield Series(names.ROLLOUT_THROUGHPUT, where), generated / generation
-    step_time = values.get(_TIMING + STEP_TIMER)
+    step_time = values.get(STEP_TIME)
     if step_time is None or not math.isfinite(step_time) or step_time <= 0:
         return
     labels = {attr.RANK: attr.ALL_RANKS, attr.STAGE: "step", attr.MODEL_TYPE: "none"}
@@ -44,6 +45,11 @@ def of_step(values: Mapping[str, float], generated: float | None = None) -> Iter
         yield Series(names.STAGE_SHARE, where), seconds / step_time
         unaccounted -= seconds
     yield Series(names.UNACCOUNTED, labels), max(0.0, unaccounted)
+
+
+def times_a_step(values: Mapping[str, float]) -> bool:
+    """Whether one `Tracking.log` call has the time of the step, or of a stage in it."""
+    return STEP_TIME in values or any(key.startswith(_TIMING) and in_step(key[len(_TIMING) :]) for key in values)
 
 
 def idle_ratio(history: Sequence[tuple[float, int]], now: float) -> float | None:

@@ -8,6 +8,7 @@ Always cumulative since the start of the process.
 import math
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -78,26 +79,13 @@ class Distributions:
         return True
 
     def extend(self, data: MetricsData) -> MetricsData:
-        """`data`, with the points of these histograms: where it has our resource and scope already, in there, since
-        OTLP's encoder keeps only the last group of the same."""
+        """`data`, with the points of these histograms."""
         now = time.time_ns()
         with self._lock:
             metrics = [self._metric(metric, found, now) for metric, found in self._series.items() if found]
         if not metrics:
             return data
-        groups = list(data.resource_metrics)
-        place = next((i for i, group in enumerate(groups) if group.resource == self._resource), None)
-        if place is None:
-            place = len(groups)
-            groups.append(ResourceMetrics(self._resource, [], ""))
-        scopes = list(groups[place].scope_metrics)
-        known = next((i for i, scope in enumerate(scopes) if scope.scope == self._scope), None)
-        if known is None:
-            scopes.append(ScopeMetrics(self._scope, metrics, ""))
-        else:
-            scopes[known] = replace(scopes[known], metrics=[*scopes[known].metrics, *metrics])
-        groups[place] = replace(groups[place], scope_metrics=scopes)
-        return MetricsData(groups)
+        return with_metrics(data, self._resource, self._scope, metrics)
 
     def _metric(self, metric: Metric, found: dict[Labels, _Series], now: int) -> MetricOfSdk:
         points = [
@@ -115,3 +103,23 @@ class Distributions:
             for labels, series in found.items()
         ]
         return MetricOfSdk(metric.name, metric.brief, metric.unit, Histogram(points, AggregationTemporality.CUMULATIVE))
+
+
+def with_metrics(
+    data: MetricsData, resource: Resource, scope: InstrumentationScope, metrics: Sequence[MetricOfSdk]
+) -> MetricsData:
+    """`data`, with more metrics: where it has the resource and the scope already, in there, since OTLP's encoder keeps
+    only the last group of the same."""
+    groups = list(data.resource_metrics)
+    place = next((i for i, group in enumerate(groups) if group.resource == resource), None)
+    if place is None:
+        place = len(groups)
+        groups.append(ResourceMetrics(resource, [], ""))
+    scopes = list(groups[place].scope_metrics)
+    known = next((i for i, found in enumerate(scopes) if found.scope == scope), None)
+    if known is None:
+        scopes.append(ScopeMetrics(scope, metrics, ""))
+    else:
+        scopes[known] = replace(scopes[known], metrics=[*scopes[known].metrics, *metrics])
+    groups[place] = replace(groups[place], scope_metrics=scopes)
+    return MetricsData(groups)

@@ -12,6 +12,7 @@ from opentelemetry.metrics import CallbackOptions, Counter, Histogram, Meter, Ob
 
 from verl_otel.config import Levels
 from verl_otel.metrics.distributions import Distributions, Labels
+from verl_otel.metrics.withdrawn import Withdrawn
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import metrics as names
 from verl_otel.semconv.registry import Metric
@@ -32,12 +33,20 @@ class Instruments:
     Args:
         distributions: takes many values at once; without it (a meter provider that is not ours) the SDK takes them one
             by one.
+        withdrawn: is told which series have ended; likewise.
     """
 
-    def __init__(self, meter: Meter, levels: Levels, distributions: Distributions | None = None) -> None:
+    def __init__(
+        self,
+        meter: Meter,
+        levels: Levels,
+        distributions: Distributions | None = None,
+        withdrawn: Withdrawn | None = None,
+    ) -> None:
         self._meter = meter
         self._levels = levels
         self._distributions = distributions
+        self._withdrawn = withdrawn
         self._lock = threading.Lock()
         self._values: dict[str, dict[Labels, float]] = {}
         self._size = 0
@@ -60,6 +69,8 @@ class Instruments:
             if not full:
                 self._size += key not in series
                 series[key] = value
+                if self._withdrawn is not None:
+                    self._withdrawn.discard(metric, key)
         if new:
             name, unit, brief = metric.arguments
             self._meter.create_observable_gauge(name, [self._callback(name)], unit, brief)
@@ -68,9 +79,15 @@ class Instruments:
 
     def withdraw(self, metric: Metric, labels: Mapping[str, str]) -> None:
         """Show nothing for a series of a gauge from now on."""
+        key, told = _key(labels), True
         with self._lock:
-            if self._values.get(metric.name, {}).pop(_key(labels), None) is not None:
-                self._size -= 1
+            if self._values.get(metric.name, {}).pop(key, None) is None:
+                return
+            self._size -= 1
+            if self._withdrawn is not None:
+                told = self._withdrawn.add(metric, key)
+        if not told:
+            self.dropped("metrics", "too_many_withdrawn")
 
     def observe(self, metric: Metric, callback: Callable[[], Mapping[Any, float]], *label_names: str) -> None:
         """A metric, but no histogram, whose values `callback` gives at each export, by the values of its labels."""
@@ -143,6 +160,8 @@ class Instruments:
         def observe(_: CallbackOptions) -> Iterable[Observation]:
             with self._lock:
                 series = list(self._values[name].items())
+                if self._withdrawn is not None:
+                    self._withdrawn.collected(name, self._values[name])
             return [Observation(value, dict(labels)) for labels, value in series]
 
         return observe

@@ -76,6 +76,8 @@ class Recorder:
         self._on_recorded = on_recorded
         self._series: dict[str, list[Series]] = {}
         self._skipped_keys: set[str] = set()
+        self._derived: list[Series] = []
+        self._derived_of: int | None = None
 
     def submit(self, logged: Logged) -> None:
         """Hand over one call of `Tracking.log`."""
@@ -120,8 +122,7 @@ class Recorder:
         self._instruments.set(names.STEP_LAST_TIMESTAMP, _EVERY_RANK, logged.time_ns / 1e9)
         step = _step_number(logged)
         generated = self._step_values.peek(step, names.ROLLOUT_TOKENS.name) if logged.rollout_is_timed else None
-        for series, number in derived.of_step(body, generated):
-            self._instruments.set(series.metric, series.attributes, number)
+        self._derive(body, step, generated)
         epoch = body.get("training/epoch")
         self._step_values.collect()
         if self._step_values.complete():
@@ -129,6 +130,24 @@ class Recorder:
         else:
             self._background.hold(self._step_values.complete, WAIT_FOR_VALUES, self._emit, logged, step, epoch, body)
             self._on_recorded()  # metrics need not wait for the event
+
+    def _derive(self, body: Mapping[str, float], step: int | None, generated: float | None) -> None:
+        """Show what is computed from the values of a step, and nothing of what only earlier steps had.
+
+        A step may have several calls: one without the step's time is taken for the step's only if it is the first that
+        times stages.
+        """
+        shown: list[Series] = []
+        for series, number in derived.of_step(body, generated):
+            self._instruments.set(series.metric, series.attributes, number)
+            shown.append(series)
+        if derived.STEP_TIME in body or (derived.times_a_step(body) and (step is None or step != self._derived_of)):
+            for series in self._derived:
+                if series not in shown:
+                    self._instruments.withdraw(series.metric, series.attributes)
+            self._derived, self._derived_of = shown, step
+        else:
+            self._derived += [series for series in shown if series not in self._derived]
 
     def _emit(self, logged: Logged, step: int | None, epoch: Any, body: dict[str, float | int]) -> None:
         taken = self._step_values.take(step, epoch)

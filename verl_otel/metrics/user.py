@@ -140,13 +140,14 @@ class UserMetrics:
         if len(finite):
             summary = Summary(len(finite), float(finite.sum()), float(finite.min()), float(finite.max()))
             self._summarize(declared, name, labels, step, summary)
-        if len(finite) < len(array):
-            self._background.defer(self._not_finite, declared, labels, context, step)
+        bad = len(array) - len(finite)
+        if bad:
+            self._background.defer(self._not_finite, declared, labels, context, step, bad)
         if declared.metric.instrument != "histogram":
             border.warn_once(f"log {name}", "%r was declared as a %s; only the step event has its values", name,
                              declared.metric.instrument)  # fmt: skip
             return
-        self._background.defer(self._instruments.record_all, declared.metric, labels, array)
+        self._background.defer(self._instruments.record_all, declared.metric, labels, finite)
 
     def text(self, name: str, text: Any) -> None:
         """Log a text as an event of the step."""
@@ -260,9 +261,11 @@ class UserMetrics:
         else:
             self._instruments.set(metric, labels, number)
 
-    def _not_finite(self, declared: Declared, labels: dict[str, str], context: Context, step: int | None) -> None:
+    def _not_finite(
+        self, declared: Declared, labels: dict[str, str], context: Context, step: int | None, count: int = 1
+    ) -> None:
         attributes: dict[str, Any] = non_finite_attributes(declared.metric.name, labels)
-        self._instruments.add(names.NON_FINITE, attributes)
+        self._instruments.add(names.NON_FINITE, attributes, count)
         if step is not None:
             attributes[attr.STEP_NUMBER] = step
         emit_non_finite(self._logger, {**self._event_attributes, **attributes}, context)
