@@ -5,8 +5,10 @@ to do, and never reaches verl. Must never raise itself.
 """
 
 import logging
-import threading
+import sys
 from collections import Counter
+
+from verl_otel import forks
 
 logger = logging.getLogger("verl_otel")
 
@@ -15,7 +17,7 @@ MAX_SITES = 200
 
 _OTHERS = "others"
 
-_lock = threading.Lock()
+_lock = forks.lock(sys.modules[__name__], "_lock")
 _counts: Counter[str] = Counter()
 
 

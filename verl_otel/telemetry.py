@@ -6,15 +6,16 @@ Making it late keeps processes that never run verl (Ray's own, idle workers) exa
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from verl_otel import border, config
+from verl_otel import border, config, forks
 
 if TYPE_CHECKING:
     from verl_otel.assembly import Telemetry
 
-_lock = threading.RLock()
+_lock = forks.lock(sys.modules[__name__], "_lock", threading.RLock)
 _current: Telemetry | None = None
 _enabled = False
 _given: dict[str, Any] = {}

@@ -39,11 +39,13 @@ async def read_body(request: Request, most: int) -> bytes:
     if encoding not in ("", "identity", "gzip"):
         raise BadRequest(415, f"content-encoding {encoding} is not supported; use gzip")
     gzip = Gunzip() if encoding == "gzip" else None
-    body = bytearray()
+    body, came = bytearray(), 0
     try:
         async for chunk in request.stream():
-            body += chunk if gzip is None else gzip.feed(chunk, most + 1 - len(body))
-            if len(body) > most:
+            came += len(chunk)
+            if came <= most:
+                body += chunk if gzip is None else gzip.feed(chunk, most + 1 - len(body))
+            if max(came, len(body)) > most:
                 raise BadRequest(413, f"the request is larger than {most} bytes")
         if gzip is not None:
             gzip.finish()

@@ -372,6 +372,7 @@ REFUSED = [
     (b"no gzip", {**GZIP, **TOKEN}, 400),
     (gzip.compress(notification(alert()))[:-9], {**GZIP, **TOKEN}, 400),
     (gzip.compress(b" " * (server.MAX_BODY + 1)), {**GZIP, **TOKEN}, 413),
+    (gzip.compress(b"") * (server.MAX_BODY // 20 + 1), {**GZIP, **TOKEN}, 413),
     (b" " * (server.MAX_BODY + 1), {**JSON, **TOKEN}, 413),
     (b"x", {**JSON, **TOKEN, "content-encoding": "br"}, 415),
 ]

@@ -461,6 +461,14 @@ def test_a_request_that_unpacks_to_too_much_is_refused(bridge):
     assert_serves(bridge)
 
 
+def test_a_request_that_unpacks_to_nothing_is_refused_if_it_is_too_large(bridge, monkeypatch):
+    monkeypatch.setattr(server, "MAX_BODY", 10_000)
+    empty = gzip.compress(b"") * 600
+    response = bridge.post("/mlflow/v1/logs", content=empty, headers={**PROTOBUF, "content-encoding": "gzip"})
+    assert response.status_code == 413
+    assert_serves(bridge)
+
+
 def test_a_request_of_exactly_the_limit_is_not_too_large(bridge, monkeypatch, verl):
     request = log_request(verl.step(1, a=1.0)).SerializeToString()
     monkeypatch.setattr(server, "MAX_BODY", len(request))

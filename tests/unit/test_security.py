@@ -1,23 +1,30 @@
 """Planted secrets: none of them is in what is recorded, sent, logged or written, and files are their owner's only."""
 
 import base64
+import contextlib
 import os
 import re
 import stat
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import pytest
+from agent_runs import inside, make, tool, trajectory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from opentelemetry.trace import StatusCode
 
 from verl_otel.config import Settings
 from verl_otel.export.otlp_http import Endpoint
 from verl_otel.hooks.tracking import RECORDED_PARAMETERS, parameters
 from verl_otel.identity import Identity
+from verl_otel.redaction import redacted
+from verl_otel.tracing.errors import describe, shown
 
 # No secret is by chance a part of what is there anyway.
 SECRETS = st.text("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOP0123456789+/=.~!-", min_size=4, max_size=30).map(
@@ -118,9 +125,127 @@ def test_no_recorded_parameter_is_named_like_a_secret(name):
     assert not re.search(r"(?i)key|token|secret|passw|credential|auth|header|url|uri|endpoint", name)
 
 
-def test_a_model_path_that_is_a_url_with_a_password_is_recorded_without_it():
-    recorded = parameters({"actor_rollout_ref": {"model": {"path": "https://user:Zq7secret@hub.example/m"}}})
-    assert_not_in("Zq7secret", recorded)
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(secret=SECRETS)
+def test_a_model_path_that_is_a_url_is_recorded_without_its_password_and_its_query(new_memory, secret):
+    hidden = quote(secret, safe="")
+    path = f"https://user:{hidden}@hub.example/m?token={hidden}&X-Amz-Signature={hidden}#{hidden}"
+    recorded = parameters({name: {"model": {"path": path}} for name in ("actor_rollout_ref", "critic")})
+    assert set(recorded.values()) == {"https://hub.example/m"}
+    memory = new_memory()
+    t = make(memory)
+    config = SimpleNamespace(rollout=SimpleNamespace(name="vllm"), model=SimpleNamespace(path=path))
+    client = SimpleNamespace(config=SimpleNamespace(actor_rollout_ref=config))
+    with trajectory(t), inside(t, t.enter_request(client, "request-1", {"prompt_ids": [1]})):
+        pass
+    assert memory.span("verl.generate").attributes["gen_ai.request.model"] == "https://hub.example/m"
+
+
+MESSAGES = st.sampled_from(
+    [
+        "401 Client Error: Unauthorized for url: https://user:{0}@judge.example/v1/score?token={0}&page=2",
+        "HTTPSConnectionPool(host='judge', port=443): Max retries exceeded with url: /v1?sig={0} (Caused by ...)",
+        "https://bucket.s3.amazonaws.com/key?X-Amz-Credential={0}&X-Amz-Signature={0} is gone",
+        "cannot open redis://:{0}@cache:6379/0",
+        "refused: {{'Authorization': 'Bearer {0}', 'x-api-key': '{0}'}}",
+        "the header was Authorization: Token {0}",
+        "password={0}",
+    ]
+)
+"""Of exceptions, with the place of a secret."""
+
+
+class _Unusual(Exception):
+    """Says something else when it is printed."""
+
+    def __str__(self):
+        return f"HTTP 401, {self.args[0]}"
+
+
+def raised(message, long, kind):
+    """An exception with a cause, as it is caught; a long one, if wanted, with the message at both ends."""
+    text = f"{message} {'x ' * long} {message}" if long else message
+    try:
+        try:
+            raise ValueError(text)
+        except ValueError as cause:
+            raise kind(text) from cause
+    except kind as error:
+        return error
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_secret_of_an_exception_is_on_spans_or_in_events(new_memory, data):
+    secret = data.draw(SECRETS)
+    message = data.draw(MESSAGES).format(quote(secret, safe=""))
+    kind = data.draw(st.sampled_from([RuntimeError, _Unusual]))
+    error = raised(message, data.draw(st.sampled_from([0, 0, 300, 30_000])), kind)
+    memory = new_memory()
+    agents, scores, trainer, launcher = make(memory), memory.process("reward_worker").scores, *memory_of_run(memory)
+    with contextlib.suppress(kind), trajectory(agents):  # recorded as it is
+        raise error
+    for _ in range(9):
+        with contextlib.suppress(kind), trajectory(agents), tool(agents) as call:  # held, and kept since it fails
+            call.failed(error)
+            raise error
+    trainer.steps.leave(trainer.steps.enter("update_actor"), error)
+    with contextlib.suppress(kind), called_from_sampled(memory), inside(scores, scores.enter()):
+        raise error
+    with called_from_sampled(memory), inside(scores, scores.enter()) as score:
+        scores.answered(score, {"reward_extra_info": {"error": str(error)}})
+    trainer.run_finished(error)
+    launcher.close(error)
+    spans, logs = [span.to_json() for span in memory.spans], [log.to_json() for log in memory.logs]
+    assert_not_in(secret, *spans, *logs)
+    assert {"verl.trajectory", "verl.tool", "verl.update_actor", "verl.compute_score", "verl.run"} <= {
+        span.name for span in memory.spans if span.status.status_code is StatusCode.ERROR
+    }
+    assert sum("exception.stacktrace" in text and "test_security.py" in text for text in spans) >= 4
+    assert any("[redacted]" in text and "verl.run.finished" in text for text in logs)
+
+
+def memory_of_run(memory):
+    """Trainer and launcher."""
+    trainer, launcher = memory.process(), memory.process("launcher")
+    launcher.start_run()
+    return trainer, launcher
+
+
+@contextlib.contextmanager
+def called_from_sampled(memory):
+    with memory.tracer.start_as_current_span("caller", record_exception=False, set_status_on_exception=False):
+        yield
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a" * 10**6,
+        "a://" * 10**5,
+        "a://" + "b@" * 10**5,
+        "?a=" * 10**5,
+        "token" * 10**5,
+        ("authorization" + " " * 500) * 500,
+        "eyJ-" * 10**5,
+        "-----BEGIN " * 10**5,
+        "-----BEGIN PRIVATE KEY-----" + "-----END " * 10**5,
+    ],
+    ids=range(9),
+)
+def test_what_it_takes_to_leave_secrets_out_of_a_text_is_bounded(text):
+    started = time.process_time()
+    assert len(describe(RuntimeError(text))) <= 500
+    assert time.process_time() - started < 0.5
+    started = time.process_time()
+    redacted(text[:100_000], 100_000, queries=True)  # all of it
+    assert time.process_time() - started < 2
+
+
+def test_a_message_without_secrets_stays_as_it_is():
+    for text in ("CUDA out of memory. Tried to allocate 2.00 GiB", "tokens=4096 of http://host:8000/v1", "a?b & c=d"):
+        assert shown(text) == text
+    assert shown("GET https://host/a?b=c failed") == "GET https://host/a?[redacted] failed"
 
 
 @settings(max_examples=200)

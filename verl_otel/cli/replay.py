@@ -14,12 +14,19 @@ def add_to(commands: Any) -> None:
         "replay",
         help="send recorded or spooled telemetry to a Collector",
         description="Send what a run has recorded in files, or could not send, to an OTLP/HTTP endpoint: each record "
-        "once, also if the command is stopped and started again. Headers and certificates are read from the "
-        "OTEL_EXPORTER_OTLP_* variables. How far it came is noted in the folder (.replayed.json).",
+        "once, also if the command is stopped and started again. Of a run that has sent its data itself, only its "
+        "spool is sent. Headers and certificates are read from the OTEL_EXPORTER_OTLP_* variables. How far it came is "
+        "noted in the folder (.replayed.json).",
     )
     parser.add_argument("folder", type=Path, help="folder of the run, or its spool, such as verl-otel/<run id>/spool")
     parser.add_argument(
         "--endpoint", default="", help="base URL of the endpoint (default: OTEL_EXPORTER_OTLP_ENDPOINT)"
+    )
+    parser.add_argument(
+        "--recordings",
+        action="store_true",
+        help="send what was recorded beside a spool too: the run has sent it already, so an endpoint that it was sent "
+        "to gets it twice",
     )
     parser.set_defaults(run=run)
 
@@ -32,7 +39,9 @@ def run(options: argparse.Namespace) -> int:
     before = {name: signal.signal(name, lambda *_: stopped.set()) for name in (signal.SIGINT, signal.SIGTERM)}
     bar = _Bar() if sys.stderr.isatty() else None
     try:
-        done = replay.replay(options.folder, options.endpoint, bar or (lambda *_: None), stopped.is_set)
+        done = replay.replay(
+            options.folder, options.endpoint, bar or (lambda *_: None), stopped.is_set, options.recordings
+        )
     except replay.CannotReplay as error:
         _end(bar)
         print(f"verl-otel: {error}", file=sys.stderr)
@@ -49,6 +58,9 @@ def run(options: argparse.Namespace) -> int:
           + (f", {done.refused} items were refused" if done.refused else "")
           + (f", {done.too_large} items are too large" if done.too_large else "")
           + (f", {done.unreadable} lines cannot be read" if done.unreadable else ""))  # fmt: skip
+    if done.left_out:
+        print(f"{done.left_out} recorded files of runs that have sent their data themselves are left out; to send them "
+              "too, give --recordings")  # fmt: skip
     return 1 if done.refused or done.too_large else 0
 
 

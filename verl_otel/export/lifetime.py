@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from verl_otel import border
+from verl_otel import border, forks
 
 PAUSE = 0.2
 """Seconds between two flushes: calls that follow each other quickly are flushed together."""
@@ -59,7 +59,8 @@ class Last:
 
 
 class Flusher:
-    """One background thread that flushes the providers of this process on request.
+    """One background thread that flushes the providers of this process on request; a forked child has one of its own
+    from its first request on.
 
     Args:
         providers: anything with `force_flush()`; others are left out.
@@ -67,16 +68,29 @@ class Flusher:
 
     def __init__(self, providers: tuple[Any, ...]) -> None:
         self._flushes = [p.force_flush for p in providers if hasattr(p, "force_flush")]
+        self._reset()
+        self._start()
+        forks.in_child(self._reset)
+
+    def _reset(self) -> None:
         self._wanted = threading.Event()
         self._requested = 0
         self._done = 0
         self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="verl-otel-flusher", daemon=True)
         self._thread.start()
 
     def request(self) -> int:
         """Ask for a flush; returns at once, with a number for `wait`."""
         with self._changed:
+            if self._thread is None:
+                try:
+                    self._start()
+                except RuntimeError:  # no more threads: nothing is flushed
+                    border.caught("flushing in a forked process")
             self._requested += 1
             number = self._requested
         self._wanted.set()

@@ -28,7 +28,7 @@ from verl_otel import border, config
 from verl_otel.export import otlp_http, otlp_json, otlp_metrics
 from verl_otel.export.files import process_name, run_folder
 from verl_otel.export.outbox import DELIVERED, DROPPED, REPLAYED, SPOOLED, Outbox, Request
-from verl_otel.export.spool import Spool
+from verl_otel.export.spool import SPOOL, Spool
 from verl_otel.semconv import attributes as attr
 
 MAX_REQUEST = 3 << 20
@@ -51,7 +51,7 @@ def outbox(resource: Any, signal: str) -> Outbox:
         if _outbox is None:
             attributes = resource.attributes
             root, run_id = config.Settings.from_environ().folder, str(attributes.get(attr.RUN_ID, "no-run"))
-            folder = os.path.join(run_folder(root, run_id), "spool")
+            folder = os.path.join(run_folder(root, run_id), SPOOL)
             pending = config.number(os.environ, config.MAX_PENDING, config.DEFAULT_PENDING, 0) * (1 << 20)
             _outbox = Outbox({}, Spool(folder, process_name(attributes)), count, pending)
     _outbox.open(signal, endpoint)

@@ -16,6 +16,9 @@ from typing import Any
 from verl_otel import border, config, forks
 from verl_otel.export import otlp_json
 
+SPOOL = "spool"
+"""In the folder of the run."""
+
 MAX_BYTES = 1 << 30
 """Bytes that a process may have in its spool; what comes then is dropped, and counted."""
 

@@ -156,6 +156,12 @@ def _watch(method: str, answer: Any) -> None:
         border.caught("watching the call of a rollout server")
 
 
+def _ray() -> Any:
+    """Ray, where this process is connected to it; else None: any of its functions would start it again."""
+    ray = sys.modules.get("ray")
+    return ray if ray is not None and ray.is_initialized() else None
+
+
 class Answers:
     """What actors were asked for (`verl_otel.metrics.step_values.Answers`)."""
 
@@ -167,7 +173,7 @@ class Answers:
     def of(cls, actors: Iterable[Any], function: Callable[..., Any], *arguments: Any) -> "Answers":
         """Have each actor call `function(actor, *arguments)`, behind what it was called for before."""
         references = []
-        for actor in actors:
+        for actor in actors if _ray() is not None else ():
             try:
                 references.append(actor.__ray_call__.remote(function, *arguments))
             except Exception:  # the actor is gone
@@ -175,15 +181,17 @@ class Answers:
         return cls(references)
 
     def ready(self) -> bool:
-        if not self._references:
+        ray = _ray()
+        if not self._references or ray is None:
             return True
-        _, missing = sys.modules["ray"].wait(self._references, num_returns=len(self._references), timeout=0)
+        _, missing = ray.wait(self._references, num_returns=len(self._references), timeout=0)
         return not missing
 
     def get(self) -> list[Any]:
-        if not self._references:
+        ray = _ray()
+        if not self._references or ray is None:
+            self._references = []
             return []
-        ray = sys.modules["ray"]
         answered, self._references = ray.wait(self._references, num_returns=len(self._references), timeout=0)
         found = []
         for reference in answered:
@@ -210,8 +218,8 @@ def _report(actor: Any, stage: int) -> Any:
 
 def ask_for_values() -> Answers | None:
     """Ask the agent-loop and reward workers of this run for what users have logged there."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
+    ray = _ray()
+    if ray is None:
         return None
     return Answers.of([*_workers_of_users(), *list(_rollouters)], _logged)
 
@@ -284,8 +292,8 @@ def methods_with_carrier(actor: Any) -> list[str]:
 
 def flush_actors(timeout: float) -> None:
     """Let the actors that this process made send what they have, waiting `timeout` seconds at most."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
+    ray = _ray()
+    if ray is None:
         return
     calls = Answers.of(list(_children), _flush, timeout)._references
     if calls:
@@ -295,8 +303,8 @@ def flush_actors(timeout: float) -> None:
 def end_run(error: BaseException | None, timeout: float) -> None:
     """Tell the actors that this process made that the run is over, and let them and those that they made send what they
     have, waiting `timeout` seconds at most."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
+    ray = _ray()
+    if ray is None:
         return
     calls = Answers.of(list(_children), _end_run, failure_of(error), timeout)._references
     if calls:

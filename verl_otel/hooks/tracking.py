@@ -151,7 +151,7 @@ def parameters(config: Any) -> dict[str, Any]:
         for part in name.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None
         if isinstance(node, str):
-            found[name] = config_module.without_credentials(node)
+            found[name] = config_module.shown_path(node)
         elif isinstance(node, int | float | bool):
             found[name] = node
     return found

@@ -6,7 +6,6 @@ Always cumulative since the start of the process.
 """
 
 import math
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from opentelemetry.sdk.metrics.export import Metric as MetricOfSdk
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
+from verl_otel import forks
 from verl_otel.semconv.registry import Metric
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Distributions:
     def __init__(self, resource: Resource, scope: InstrumentationScope) -> None:
         self._resource = resource
         self._scope = scope
-        self._lock = threading.Lock()
+        self._lock = forks.lock(self, "_lock")
         self._start = time.time_ns()
         self._series: dict[Metric, dict[Labels, _Series]] = {}
         self._size = 0

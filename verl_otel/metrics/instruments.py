@@ -3,13 +3,13 @@
 The one way by which numbers become metrics. The level of a metric's module decides whether it is recorded at all.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.context import Context
 from opentelemetry.metrics import CallbackOptions, Counter, Histogram, Meter, Observation
 
+from verl_otel import forks
 from verl_otel.config import Levels
 from verl_otel.metrics.distributions import Distributions, Labels
 from verl_otel.metrics.withdrawn import Withdrawn
@@ -47,7 +47,7 @@ class Instruments:
         self._levels = levels
         self._distributions = distributions
         self._withdrawn = withdrawn
-        self._lock = threading.Lock()
+        self._lock = forks.lock(self, "_lock")
         self._values: dict[str, dict[Labels, float]] = {}
         self._size = 0
         self._counters: dict[str, Counter] = {}

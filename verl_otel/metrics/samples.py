@@ -5,12 +5,12 @@ has reduced them, one `sum` each, by numpy: torch would wake its own threads, wh
 device are left alone.
 """
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry import baggage
 
+from verl_otel import forks
 from verl_otel.background import Background
 from verl_otel.identity import Identity
 from verl_otel.metrics.instruments import Instruments
@@ -46,7 +46,7 @@ class Samples:
         self._step_values = step_values
         self._identity = identity
         self._step = step
-        self._lock = threading.Lock()
+        self._lock = forks.lock(self, "_lock")
         self._requests: dict[str, list[tuple[float, int | None]]] = {}
 
     def of_batch(self, batch: Any) -> None:

@@ -5,13 +5,13 @@ The server's event loop appends to a list; the background thread makes metrics o
 KV cache, time to the first token) is in the engine's own `/metrics` (`verl_otel.export.server_targets`).
 """
 
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl_otel import forks
 from verl_otel.background import Background
 from verl_otel.identity import Identity, model_of_server, ray_actor
 from verl_otel.metrics.instruments import Instruments
@@ -76,7 +76,7 @@ class ServerMetrics:
         self._background = background
         self._instruments = instruments
         self._identity = identity
-        self._lock = threading.Lock()
+        self._lock = forks.lock(self, "_lock")
         self._waiting: dict[str, list[Served]] = {}
         self._server: weakref.ref[Any] | None = None
         self._replica = identity.worker_index

@@ -7,7 +7,6 @@ reports are fed.
 
 import math
 import re
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from opentelemetry import baggage
 from opentelemetry._logs import Logger
 from opentelemetry.context import Context, get_current
 
-from verl_otel import border, events
+from verl_otel import border, events, forks
 from verl_otel.background import Background
 from verl_otel.identity import AGENT_LOOP, REWARD_WORKER, ROLLOUT_SERVER, TRAINER, Identity
 from verl_otel.metrics.instruments import Instruments
@@ -78,11 +77,12 @@ class UserMetrics:
         self._logger = logger
         self._identity = identity
         self._event_attributes = event_attributes
-        self._lock = threading.Lock()
+        self._lock = forks.lock(self, "_lock")
         self._declared: dict[str, Declared] = {}
         self._kinds: dict[str, str] = {}
         self._summaries: dict[tuple[str, int | None, str], Summary] = {}
         self._texts: dict[int | None, int] = {}
+        forks.in_child(self._in_child)
         self.step: Any = lambda: None
         """Gives the step in which this process is, where it knows it by itself (the trainer)."""
 
@@ -184,6 +184,10 @@ class UserMetrics:
             self._keep((key, step, frequency), Summary(count, total, low, high))
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _in_child(self) -> None:
+        """What was logged before the fork is its parent's."""
+        self._summaries, self._texts = {}, {}
 
     def _known(self, name: str, kind: str) -> Declared | None:
         declared = self._declared.get(name)

@@ -6,7 +6,6 @@ such points (`verl_otel.export.otlp_metrics`) gets each of them once.
 
 import itertools
 import math
-import threading
 import time
 from collections.abc import Iterable
 
@@ -15,6 +14,7 @@ from opentelemetry.sdk.metrics.export import Metric as MetricOfSdk
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
+from verl_otel import forks
 from verl_otel.metrics.distributions import Labels, with_metrics
 from verl_otel.semconv.registry import Metric
 
@@ -38,7 +38,7 @@ class Withdrawn:
     def __init__(self, resource: Resource, scope: InstrumentationScope) -> None:
         self._resource = resource
         self._scope = scope
-        self._lock = threading.Lock()
+        self._lock = forks.lock(self, "_lock")
         self._collected: dict[str, set[Labels]] = {}
         self._ended: dict[tuple[str, Labels], tuple[int, int, Metric]] = {}
         self._last = self._taken = 0

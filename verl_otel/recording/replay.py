@@ -1,5 +1,7 @@
 """Recorded or spooled OTLP files -> an OTLP/HTTP endpoint, each record once.
 
+A run with a spool has sent its data itself, but for what is in the spool: what it has recorded besides is left out.
+
 How far each file was sent is kept beside it, in `.replayed.json`, so that the command can be stopped and goes on where
 it was, also from another machine that sees the folder. A line that cannot be read is counted and left out. A process
 that still runs sends its spool itself: replay it when the run has ended.
@@ -17,6 +19,7 @@ from pathlib import Path
 from verl_otel.export import otlp_http, otlp_json
 from verl_otel.export.otlp import MAX_REQUEST
 from verl_otel.export.otlp_http import Outcome
+from verl_otel.export.spool import SPOOL
 
 STATE = ".replayed.json"
 LOCK = ".replay.lock"
@@ -49,6 +52,8 @@ class Done:
     """Lines."""
     too_large: int = 0
     """Items."""
+    left_out: int = 0
+    """Files that were recorded by a run which has sent its data itself."""
 
 
 def replay(
@@ -56,6 +61,7 @@ def replay(
     endpoint: str = "",
     progress: Callable[[int, int], None] = lambda *_: None,
     stop: Callable[[], bool] = lambda: False,
+    recordings: bool = False,
 ) -> Done:
     """Send every record under `folder` that was not sent before.
 
@@ -63,6 +69,7 @@ def replay(
         endpoint: base URL, such as `http://127.0.0.1:4318`; by default from the environment.
         progress: called with (bytes done, bytes in all).
         stop: asked between two requests.
+        recordings: send the recordings of runs with a spool too.
 
     Raises:
         CannotReplay: no such folder, nothing in it, no endpoint, or the endpoint does not take it.
@@ -70,11 +77,13 @@ def replay(
     """
     if not folder.is_dir():
         raise CannotReplay(f"{folder} is not a folder: give the folder of a run, such as verl-otel/<run id>")
-    paths = _recordings(folder)
-    if not paths:
+    found = _files(folder)
+    if not found:
         raise CannotReplay(f"nothing is recorded under {folder}: give the folder of a run, such as verl-otel/<run id>")
+    paths = [(path, size) for path, size in found if recordings or not (path.parent / SPOOL).is_dir()]
     sender = _Sender(endpoint, stop)
     done, passed, total = sender.done, 0, sum(size for _, size in paths)
+    done.left_out = len(found) - len(paths)
     states: dict[Path, _State] = {}
     with contextlib.ExitStack() as locks:
         for parent in sorted({path.parent for path, _ in paths}):
@@ -101,7 +110,7 @@ def replay(
     return done
 
 
-def _recordings(folder: Path) -> list[tuple[Path, int]]:
+def _files(folder: Path) -> list[tuple[Path, int]]:
     """The files and their sizes, the oldest first."""
     found = []
     for path in folder.rglob("*.jsonl"):

@@ -6,12 +6,13 @@ In OpenTelemetry's own way: `OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`
 """
 
 import json
-import re
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
+
+from verl_otel.redaction import GAP, redacted, shortened
 
 MAX_CHARACTERS = 3600
 """Of a text; of a longer one the beginning and the end are kept."""
@@ -22,35 +23,12 @@ MAX_JSON = 4096
 WEIGHT = 30
 """As how many held spans the tokens of a request count: up to 30 KB."""
 
-_GAP = " [...] "
-
-_SECRETS = re.compile(
-    r"""
-    (?P<before>[a-zA-Z][a-zA-Z0-9+.-]*://)[^/@\s]+(?=@)                   # user and password in a URL
-    | (?P<name>(?i:
-        (?:api[_-]?key|token|secret|passw(?:or)?d|authorization)["']?\s*[:=]\s*["']?(?:(?:bearer|basic)\s+)? | bearer\s+
-      ))[^\s"',;]{6,}
-    | \b(?:sk|pk|rk)-[A-Za-z0-9_-]{16,} | \bhf_[A-Za-z0-9]{16,} | \bgh[pousr]_[A-Za-z0-9]{16,}
-    | \bxox[abprs]-[A-Za-z0-9-]{10,} | \bAKIA[A-Z0-9]{16}\b | \bAIza[A-Za-z0-9_-]{20,}
-    | -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----.*?(?:-----END[ ][A-Z ]*PRIVATE[ ]KEY-----|\Z)
-    """,
-    re.VERBOSE | re.DOTALL,
-)
-
 Decode = Callable[[Sequence[int]], str]
 
 
 def clean(text: str) -> str:
     """A text without what looks like a secret, cut to `MAX_CHARACTERS`."""
-    if len(text) > 4 * MAX_CHARACTERS:  # patterns look only at what may be kept, and a little around it
-        text = text[: 2 * MAX_CHARACTERS] + _GAP + text[-2 * MAX_CHARACTERS :]
-    text = _SECRETS.sub(lambda match: f"{match['before'] or match['name'] or ''}[redacted]", text)
-    return _cut(text, MAX_CHARACTERS)
-
-
-def _cut(text: str, size: int) -> str:
-    half = (size - len(_GAP)) // 2
-    return text if len(text) <= size else text[:half] + _GAP + text[-half:]
+    return shortened(redacted(text, MAX_CHARACTERS), MAX_CHARACTERS)
 
 
 class Tokens:
@@ -69,7 +47,7 @@ class Tokens:
 
     def text(self) -> str:
         text = self._decode(self._first.tolist())
-        return clean(text + _GAP + self._decode(self._last.tolist()) if self._cut else text)
+        return clean(text + GAP + self._decode(self._last.tolist()) if self._cut else text)
 
 
 def of_request(prompt: Sequence[int], output: Any, decode: Decode) -> Callable[[], dict[str, str]]:
@@ -95,14 +73,14 @@ def of_request(prompt: Sequence[int], output: Any, decode: Decode) -> Callable[[
 def of_tool(arguments: Any, result: Any) -> Callable[[], dict[str, str]]:
     """What gives the attributes for what a tool was called with and what it answered."""
     said = {gen_ai.GEN_AI_TOOL_CALL_ARGUMENTS: arguments, gen_ai.GEN_AI_TOOL_CALL_RESULT: result}
-    cut = {name: _cut(str(value), 2 * MAX_CHARACTERS) for name, value in said.items() if value is not None}
+    cut = {name: shortened(str(value), 2 * MAX_CHARACTERS) for name, value in said.items() if value is not None}
     return lambda: {name: clean(text) for name, text in cut.items()}
 
 
 def _messages(role: str, text: str, **more: str) -> str:
     size = MAX_CHARACTERS
     while True:
-        content = {"role": role, "parts": [{"type": "text", "content": _cut(text, size)}], **more}
+        content = {"role": role, "parts": [{"type": "text", "content": shortened(text, size)}], **more}
         made = json.dumps([content], ensure_ascii=False)
         if len(made) <= MAX_JSON or size < 100:
             return made

@@ -1,10 +1,16 @@
 """Exceptions on spans."""
 
 import asyncio
+import traceback
 
+from opentelemetry.semconv.attributes import exception_attributes as names
 from opentelemetry.trace import Span, Status, StatusCode
 
 from verl_otel import border
+from verl_otel.redaction import redacted, shortened
+
+MAX_TEXT = 4096
+"""Characters of an exception's message, and of its stack, that are kept: the beginning and the end."""
 
 _NO_ERRORS = frozenset({"GeneratorExit", "TrainingStopException"})
 """A generator that is closed, and what verl ends a loop by when all is done (fully_async)."""
@@ -19,19 +25,38 @@ def fail(span: Span, error: BaseException | None) -> None:
     if error is None or type(error).__name__ in _NO_ERRORS:
         return
     try:
-        span.record_exception(error)
+        if span.is_recording():
+            span.add_event("exception", in_words(error))
     except Exception:
         border.caught("recording an exception")
     span.set_status(Status(StatusCode.ERROR, describe(error)))
 
 
+def in_words(error: BaseException) -> dict[str, str]:
+    """Type, message and stack under OpenTelemetry's names, without what looks like a secret; may raise."""
+    return {
+        names.EXCEPTION_TYPE: type(error).__qualname__,
+        names.EXCEPTION_MESSAGE: shortened(_redacted(str(error)), MAX_TEXT),
+        names.EXCEPTION_STACKTRACE: shortened(_redacted("".join(traceback.format_exception(error))), MAX_TEXT),
+    }
+
+
 def describe(error: BaseException) -> str:
-    """Type and message; of a long one the beginning and the end, since Ray puts the cause at the end."""
+    """Type and message, as `shown`."""
     try:
-        text = f"{type(error).__name__}: {error}"
+        return shown(f"{type(error).__name__}: {error}")
     except Exception:
         return type(error).__name__
+
+
+def shown(message: str) -> str:
+    """What may be shown of a message; of a long one the beginning and the end, since Ray puts the cause at the end."""
+    text = _redacted(message)
     return text if len(text) <= 500 else f"{text[:150]} ... {text[-340:]}"
+
+
+def _redacted(text: str) -> str:
+    return redacted(text, MAX_TEXT, queries=True)
 
 
 def failure_of(error: BaseException | None) -> dict[str, str]:

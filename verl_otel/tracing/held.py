@@ -8,23 +8,19 @@ nothing is left without a parent if it is not kept.
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.semconv.attributes import exception_attributes as exception_names
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.util.types import Attributes, AttributeValue
 
 from verl_otel.tracing import ids
+from verl_otel.tracing.errors import in_words
 
 MAX_SAID = 64
 """Attributes of a held span, and events of it; more are not kept."""
-
-MAX_STACK = 8000
-"""Characters at the end of an exception's stack that are kept."""
 
 
 class HeldSpan(Span):
@@ -124,12 +120,7 @@ class HeldSpan(Span):
         escaped: bool = False,
     ) -> None:
         # In words: the exception itself would hold on to everything in the frames of its traceback.
-        said = {
-            exception_names.EXCEPTION_TYPE: type(exception).__qualname__,
-            exception_names.EXCEPTION_MESSAGE: str(exception)[:MAX_STACK],
-            exception_names.EXCEPTION_STACKTRACE: "".join(traceback.format_exception(exception))[-MAX_STACK:],
-        }
-        self.add_event("exception", {**said, **(attributes or {})}, timestamp)
+        self.add_event("exception", {**in_words(exception), **(attributes or {})}, timestamp)
 
     def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:
         if self._end is None:

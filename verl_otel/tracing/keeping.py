@@ -3,13 +3,13 @@
 All but the first are held (`verl_otel.tracing.held`) until it is known what they are. What is not kept is counted.
 """
 
-import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
 from opentelemetry.trace import Tracer
 
+from verl_otel import forks
 from verl_otel.background import Background
 from verl_otel.metrics.instruments import Instruments
 from verl_otel.semconv import attributes as attr
@@ -55,7 +55,7 @@ class Keeping:
         self._background = background
         self._instruments = instruments
         self._per_step = per_step
-        self._lock = threading.Lock()
+        self._lock = forks.lock(self, "_lock")
         self._steps: OrderedDict[Any, OfStep] = OrderedDict()
         self._weight = 0
 

@@ -18,7 +18,7 @@ from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import metrics as names
 from verl_otel.semconv.stages import SCORE_TIMER, TRAJECTORY_TIMERS
 from verl_otel.tracing import parts
-from verl_otel.tracing.errors import is_failure, type_of
+from verl_otel.tracing.errors import is_failure, shown, type_of
 from verl_otel.tracing.parts import Measures, Part
 
 
@@ -40,7 +40,7 @@ class Score(Part):
             self._error = OTHER
         if self._error is not None and self.span is not None:
             self.span.set_attribute(attr.ERROR_TYPE, self._error)
-            self.span.set_status(Status(StatusCode.ERROR, str(extra.get("error", "timed out"))[:500]))
+            self.span.set_status(Status(StatusCode.ERROR, shown(str(extra.get("error", "timed out")))))
 
     def close(self, error: BaseException | None) -> None:
         if error is not None and is_failure(error):

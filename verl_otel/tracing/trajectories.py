@@ -25,7 +25,7 @@ from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanKind, Status, 
 
 from verl_otel import border
 from verl_otel.background import Background
-from verl_otel.config import without_credentials
+from verl_otel.config import shown_path
 from verl_otel.identity import Identity
 from verl_otel.metrics.bounded import OTHER, Bounded
 from verl_otel.metrics.instruments import Instruments
@@ -438,7 +438,7 @@ class Trajectories:
                 config = client.config.actor_rollout_ref
                 self._models = {
                     gen_ai.GEN_AI_PROVIDER_NAME: str(config.rollout.name),
-                    gen_ai.GEN_AI_REQUEST_MODEL: without_credentials(str(config.model.path)),
+                    gen_ai.GEN_AI_REQUEST_MODEL: shown_path(str(config.model.path)),
                 }
             except Exception:  # a client of the user's own
                 self._models = {}

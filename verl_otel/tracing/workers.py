@@ -10,7 +10,6 @@ import operator
 import os
 import re
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from opentelemetry._logs import Logger
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Tracer
 
-from verl_otel import border
+from verl_otel import border, forks
 from verl_otel.background import Background
 from verl_otel.config import RankDetail
 from verl_otel.metrics.instruments import Instruments
@@ -95,7 +94,7 @@ class Workers:
         self._detail = detail
         self._on_call_ended = on_call_ended
         self._sft = sft
-        self._lock = threading.Lock()
+        self._lock = forks.lock(self, "_lock")
         self._finished: deque[Call] = deque(maxlen=MAX_UNREPORTED)
 
     def enter(self, worker: Any, method: str) -> Call | None:
