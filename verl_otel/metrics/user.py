@@ -82,6 +82,8 @@ class UserMetrics:
         self._kinds: dict[str, str] = {}
         self._summaries: dict[tuple[str, int | None, str], Summary] = {}
         self._texts: dict[int | None, int] = {}
+        self._forked = False
+        """Whether this is a forked child, whose metrics are not exported, and which nobody asks."""
         forks.in_child(self._in_child)
         self.step: Any = lambda: None
         """Gives the step in which this process is, where it knows it by itself (the trainer)."""
@@ -187,9 +189,14 @@ class UserMetrics:
 
     def _in_child(self) -> None:
         """What was logged before the fork is its parent's."""
-        self._summaries, self._texts = {}, {}
+        self._summaries, self._texts, self._forked = {}, {}, True
 
     def _known(self, name: str, kind: str) -> Declared | None:
+        """What is to be known of a metric that is logged; None if it is left out."""
+        if self._forked:
+            border.warn_once("log in a child", "numbers that are logged in a forked process, such as %r, are left out",
+                             str(name)[:200])  # fmt: skip
+            return None
         declared = self._declared.get(name)
         if declared is not None:
             return declared
