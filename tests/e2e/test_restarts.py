@@ -1,5 +1,6 @@
 """A rank that is killed, and a run that goes on from its checkpoint."""
 
+import json
 import re
 import subprocess
 
@@ -163,7 +164,7 @@ def without_collector(tmp_path_factory, stack, fork_server):
 def replayed(without_collector, stack):
     """What the command says, the first time and the second."""
     command = [
-        *(bed.PYTHON.parent / "verl-otel", "replay", without_collector.telemetry / "spool"),
+        *(bed.PYTHON.parent / "verl-otel", "replay", without_collector.telemetry),
         *("--endpoint", stack.url("otlp_http")),
     ]
     return [subprocess.run(command, capture_output=True, text=True, timeout=120) for _ in range(2)]
@@ -175,6 +176,7 @@ def test_what_was_spooled_is_replayed_once(replayed):
     assert first.returncode == 0, first.stderr
     sent = int(re.match(r"sent (\d+) items", first.stdout)[1])
     assert sent > 200
+    assert "give --recordings" in first.stdout  # what was sent while the Collector was there is recorded too
     assert second.stdout.startswith("sent 0 items in 0 requests; ")
 
 
@@ -211,7 +213,29 @@ def test_after_the_replay_mlflow_has_every_step(stack, without_collector, replay
         assert history == {step: pytest.approx(without_collector.printed()[step][key]) for step in values}
 
 
+STAGES = {"rollout", "log_prob", "ref_log_prob", "values", "advantage", "update_critic", "update_actor"}
+
+
 @pytest.mark.stack
-def test_the_report_of_a_run_without_its_collector_is_complete(without_collector):
-    found = reader.load(without_collector.telemetry)
-    assert sorted(found.step_values()) == [0, 1, 2, 3]
+def test_the_report_of_a_run_without_its_collector_is_complete(without_collector, replayed, tmp_path):
+    command = [bed.PYTHON.parent / "verl-otel", "report", without_collector.telemetry, "-o", tmp_path / "page.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "page.html").read_text()
+    assert "<span>State</span>finished<" in page and "<span>Steps</span>0 to 3<" in page
+    (data,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
+    data = json.loads(data)
+
+    assert [share["step"] for share in data["shares"]] == [1, 2, 3]
+    for share in data["shares"]:
+        assert {name for name, seconds in share["seconds"].items() if seconds > 0} >= STAGES
+    timelines = {found["label"]: found for found in data["timelines"]}
+    for step in (1, 2, 3):
+        assert {"trainer", "rank 0", "rank 1", "trajectory 1"} <= set(timelines[f"step {step}"]["lanes"])
+        assert {f"verl.{name}" for name in STAGES} <= {bar["name"] for bar in timelines[f"step {step}"]["bars"]}
+
+    printed = without_collector.printed()
+    assert sorted(printed) == [0, 1, 2, 3]
+    for step, values in printed.items():
+        shown = {key: dict(zip(curve["x"], curve["y"], strict=True)) for key, (curve,) in data["curves"].items()}
+        assert {key: shown[key][step] for key in values} == pytest.approx(values)

@@ -34,8 +34,10 @@ def fail(span: Span, error: BaseException | None) -> None:
 
 def in_words(error: BaseException) -> dict[str, str]:
     """Type, message and stack under OpenTelemetry's names, without what looks like a secret; may raise."""
+    kind = type(error)
+    of_builtins = kind.__module__ == "builtins"
     return {
-        names.EXCEPTION_TYPE: type(error).__qualname__,
+        names.EXCEPTION_TYPE: kind.__qualname__ if of_builtins else f"{kind.__module__}.{kind.__qualname__}",
         names.EXCEPTION_MESSAGE: shortened(_redacted(str(error)), MAX_TEXT),
         names.EXCEPTION_STACKTRACE: shortened(_redacted("".join(traceback.format_exception(error))), MAX_TEXT),
     }
