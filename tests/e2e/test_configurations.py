@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
+from opentelemetry.proto.metrics.v1.metrics_pb2 import DataPointFlags
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.resources import Resource
 from validators import validator
 
@@ -151,7 +152,7 @@ def test_every_configuration_is_given_to_a_real_program() -> None:
     assert there and there <= known, sorted(map(str, there - known))
 
 
-def test_the_scrape_variant_shows_the_labels_of_the_point_and_of_the_run(tmp_path: Path) -> None:
+def test_the_scrape_variant_shows_the_labels_of_the_point_and_of_the_run_until_it_ends(tmp_path: Path) -> None:
     ports = free_ports(["grpc", "http", "health", "self", "scrape"])
     address = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
     variables = environment(
@@ -168,6 +169,8 @@ def test_the_scrape_variant_shows_the_labels_of_the_point_and_of_the_run(tmp_pat
         wait_for(f"http://{address['health']}", "")
         send_a_gauge(f"http://{address['http']}/v1/metrics")
         text = wait_for(f"http://{address['scrape']}/metrics", "verl_training_step{")
+        send_a_gauge(f"http://{address['http']}/v1/metrics", ended=True)
+        wait_for(f"http://{address['scrape']}/metrics", "verl_training_step{", there=False)
     finally:
         process.terminate()
         process.wait(30)
@@ -185,7 +188,8 @@ def test_the_scrape_variant_shows_the_labels_of_the_point_and_of_the_run(tmp_pat
     }
 
 
-def send_a_gauge(url: str) -> None:
+def send_a_gauge(url: str, ended: bool = False) -> None:
+    """One point of a gauge, or that its series has ended."""
     resource = Resource(
         {
             "service.name": "verl-worker",
@@ -196,23 +200,32 @@ def send_a_gauge(url: str) -> None:
             "verl.process.role": "worker",
         }
     )
-    provider = MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter(url))], resource)
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader], resource, shutdown_on_exit=False)
     gauge = provider.get_meter("test").create_gauge("verl.training.step")
     gauge.set(7, {"rank": 3, "stage": "update_actor", "model_type": "actor"})
-    provider.shutdown()
+    found = reader.get_metrics_data()
+    assert found is not None
+    request = encode_metrics(found)
+    if ended:
+        (point,) = request.resource_metrics[0].scope_metrics[0].metrics[0].gauge.data_points
+        point.ClearField("as_int")
+        point.flags = DataPointFlags.DATA_POINT_FLAGS_NO_RECORDED_VALUE_MASK
+    headers = {"content-type": "application/x-protobuf"}
+    urllib.request.urlopen(urllib.request.Request(url, request.SerializeToString(), headers), timeout=30).close()
 
 
-def wait_for(url: str, content: str, seconds: float = 30) -> str:
-    """The text at `url`, as soon as it has `content` in it."""
+def wait_for(url: str, content: str, seconds: float = 30, there: bool = True) -> str:
+    """The text at `url`, as soon as it has `content` in it, or has it no more."""
     deadline = time.monotonic() + seconds
     answer = "nothing"
     while time.monotonic() < deadline:
         try:
             with urllib.request.urlopen(url, timeout=5) as response:
                 answer = response.read().decode()
-            if content in answer:
+            if (content in answer) == there:
                 return answer
         except (OSError, urllib.error.URLError) as error:
             answer = str(error)
         time.sleep(0.1)
-    raise AssertionError(f"{content!r} is not at {url}; last answer: {answer[:1000]}")
+    raise AssertionError(f"{content!r} is {'not ' * there}at {url}; last answer: {answer[:1000]}")
