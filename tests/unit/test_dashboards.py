@@ -14,10 +14,10 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
+from opentelemetry.semconv._incubating.attributes.k8s_attributes import K8S_CLUSTER_NAME
 
 from verl_otel import cli, dashboards
 from verl_otel.dashboards import layout, panels, queries, uids
-from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import registry
 from verl_otel.semconv.prometheus import prometheus_label
 
@@ -158,7 +158,7 @@ def test_every_metric_in_a_query_is_in_the_registry_or_a_named_one_of_others(que
 
 @every_query
 def test_every_label_in_a_query_is_an_attribute_of_the_registry_or_a_named_one_of_others(query):
-    attributes = {prometheus_label(name) for name in (*registry.load().attributes, attr.CLUSTER_NAME)} | OTHER_LABELS
+    attributes = {prometheus_label(name) for name in (*registry.load().attributes, K8S_CLUSTER_NAME)} | OTHER_LABELS
     expr = put_in(query)
     matched = {matcher.name for selector in grafana.selectors(expr) for matcher in selector.matchers.matchers}
     assert matched <= attributes

@@ -6,13 +6,15 @@ runs on one node are never added up by accident.
 
 from collections.abc import Mapping, Sequence
 
+from opentelemetry.semconv._incubating.attributes.k8s_attributes import K8S_CLUSTER_NAME
+
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import registry
 from verl_otel.semconv.prometheus import prometheus_label, prometheus_name
 from verl_otel.semconv.registry import Metric
 
 RUN = (attr.RUN_ID, attr.RUN_ATTEMPT)
-CHOSEN = {attr.CLUSTER_NAME: "cluster", attr.PROJECT_NAME: "project", attr.EXPERIMENT_NAME: "experiment"}
+CHOSEN = {K8S_CLUSTER_NAME: "cluster", attr.PROJECT_NAME: "project", attr.EXPERIMENT_NAME: "experiment"}
 """Attribute -> the dashboards' variable, besides those of `RUN`. The cluster's name is not ours: it is said in
 OTEL_RESOURCE_ATTRIBUTES or by the cluster's Collector; without it, only `All` is offered."""
 CHOSEN_RUN = {**CHOSEN, attr.RUN_ID: "run", attr.RUN_ATTEMPT: "attempt"}

@@ -40,6 +40,7 @@ from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.environment_variables import OTEL_EXPORTER_PROMETHEUS_HOST, OTEL_EXPORTER_PROMETHEUS_PORT
 from opentelemetry.sdk.metrics.export import MetricsData
 from opentelemetry.sdk.resources import Resource
+from opentelemetry.semconv._incubating.attributes.k8s_attributes import K8S_CLUSTER_NAME
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from verl_otel import border, config, forks
@@ -56,7 +57,7 @@ TARGET_LABELS = (
     attr.PROCESS_ROLE,
     attr.WORKER_GROUP,
     attr.HOST_NAME,
-    attr.CLUSTER_NAME,
+    K8S_CLUSTER_NAME,
     attr.SERVICE_INSTANCE_ID,
 )
 """Resource attributes that are labels of a target, and so of all its series: what tells runs and processes apart."""

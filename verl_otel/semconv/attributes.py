@@ -3,7 +3,6 @@
 from opentelemetry.semconv._incubating.attributes import (
     gen_ai_attributes,
     host_attributes,
-    k8s_attributes,
     process_attributes,
     service_attributes,
 )
@@ -14,7 +13,6 @@ SERVICE_NAMESPACE = service_attributes.SERVICE_NAMESPACE
 SERVICE_INSTANCE_ID = service_attributes.SERVICE_INSTANCE_ID
 HOST_NAME = host_attributes.HOST_NAME
 PROCESS_PID = process_attributes.PROCESS_PID
-CLUSTER_NAME = k8s_attributes.K8S_CLUSTER_NAME
 
 # Resource
 RUN_ID = "verl.run.id"
