@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from asking import eventually
 from collectors import TO_FILES, Collector
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+from opentelemetry.proto.metrics.v1.metrics_pb2 import DataPointFlags
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
@@ -269,3 +272,24 @@ def test_a_clickhouse_that_is_away_holds_up_nothing(tmp_path):
     with Collector(tmp_path, "local.yaml", "variants/clickhouse.yaml", more=TO_FILES, **variables) as collector:
         Trainer(collector.url).step(1)
         assert eventually(lambda: len(collector.spans()) == 3)
+
+
+def test_clickhouse_is_not_given_the_points_that_say_that_a_gauge_has_ended(tmp_path):
+    """It would store them as 0. A file stands in for it."""
+    to_file = TO_FILES.replace("metrics: {", "metrics/clickhouse: {").replace("traces: {", "traces/clickhouse: {")
+    request = ExportMetricsServiceRequest()
+    metric = request.resource_metrics.add().scope_metrics.add().metrics.add(name="verl.loss")
+    for rank, value in (("0", 0.5), ("1", None)):
+        point = metric.gauge.data_points.add(time_unix_nano=time.time_ns())
+        point.attributes.add(key="rank").value.string_value = rank
+        if value is None:
+            point.flags = DataPointFlags.DATA_POINT_FLAGS_NO_RECORDED_VALUE_MASK
+        else:
+            point.as_double = value
+    with Collector(tmp_path, "local.yaml", "variants/clickhouse.yaml", more=to_file) as collector:
+        headers = {"content-type": "application/x-protobuf"}
+        asked = urllib.request.Request(f"{collector.url}/v1/metrics", request.SerializeToString(), headers)
+        urllib.request.urlopen(asked, timeout=10).close()
+        (received,) = eventually(lambda: collector.received("metrics"))
+    points = received.resource_metrics[0].scope_metrics[0].metrics[0].gauge.data_points
+    assert [point.as_double for point in points] == [0.5]
