@@ -169,7 +169,8 @@ def test_the_other_trainers_say_staleness_where_the_batch_does():
     assert (point.count, point.sum, point.max) == (4, 3, 2)
 
 
-def test_a_trainer_with_separate_rollouts_is_known_from_its_base_and_logs_by_version():
+def separate_trainer():
+    """A class of its own, as users have it, of which only the profiling is asked."""
     from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 
     class Trainer(SeparateRayPPOTrainer):
@@ -179,8 +180,13 @@ def test_a_trainer_with_separate_rollouts_is_known_from_its_base_and_logs_by_ver
         def _start_profiling(self, do_profile):
             pass
 
+    return Trainer
+
+
+def test_a_trainer_with_separate_rollouts_is_known_from_its_base_and_logs_by_version():
+    trainer = separate_trainer()
     with instrumented():
-        t, one, other = telemetry.current(), Trainer(), Trainer()
+        t, one, other = telemetry.current(), trainer(), trainer()
         one._fit_start_profile(should_profiler=False)
         assert (t.steps.number(), t.steps.waits_for_rollout, t.steps.rollout_is_elsewhere) == (5, True, True)
         assert t.step_values.by_number
@@ -190,20 +196,12 @@ def test_a_trainer_with_separate_rollouts_is_known_from_its_base_and_logs_by_ver
 
 
 def test_a_trainer_that_takes_no_requests_says_so_where_somebody_relies_on_it(monkeypatch):
-    from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
-
-    class Trainer(SeparateRayPPOTrainer):
-        def __init__(self):
-            self.global_steps, self.timing_raw = 5, {}
-
-        def _start_profiling(self, do_profile):
-            pass
-
+    trainer = separate_trainer()
     with instrumented():
-        Trainer()._fit_start_profile(should_profiler=False)
+        trainer()._fit_start_profile(should_profiler=False)
         assert "run control" not in border.failures()
         monkeypatch.setenv("VERL_OTEL_CONTROL", "/some/folder")
-        Trainer()._fit_start_profile(should_profiler=False)
+        trainer()._fit_start_profile(should_profiler=False)
         assert border.failures() == {"run control": 1}
     border._counts.clear()
 

@@ -239,8 +239,8 @@ def _logged(actor: Any) -> Any:
     if t is None:
         return None
     taken = t.user.take()
-    for worker in _workers_of_users():
-        worker.__ray_call__.remote(_logged).future().add_done_callback(functools.partial(_absorb, t.user))
+    for answer in Answers.of(_workers_of_users(), _logged)._references:
+        answer.future().add_done_callback(functools.partial(_absorb, t.user))
     return taken
 
 
