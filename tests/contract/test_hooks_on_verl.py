@@ -22,6 +22,7 @@ VERL = importlib.metadata.version("verl")
 
 SEAMS = {
     "ray": ["init"],
+    "ray._private.worker": ["disconnect"],
     "ray.actor": ["ActorClass._remote", "ActorMethod._remote", "_make_actor"],
     "verl.utils.profiler.performance": ["_timer"],
     "verl.utils.tracking": ["Tracking.__init__", "Tracking.log", *(["Tracking.finish"] if VERL >= "0.9" else [])],

@@ -126,6 +126,57 @@ def test_ray_serves_its_own_metrics_as_it_does_without_us(tmp_path, ray_folder):
     assert not [line for path in tmp_path.rglob("*.jsonl") for line in path.open() if '"ray_' in line]
 
 
+ENDS_RAY = """
+import ray, sys, threading, time
+import verl.utils.tracking
+from verl_otel.hooks.ray_answers import Answers
+
+ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100_000_000, _temp_dir=sys.argv[1],
+         logging_level="ERROR")
+
+@ray.remote
+class Rank:
+    def train(self):
+        time.sleep(600)
+
+rank = Rank.remote()
+rank.train.remote()
+waiting = {"asked": Answers.of([rank], print), "given up": Answers.of([rank], print)}
+
+def another_thread():
+    del waiting["given up"]
+    print("answers:", waiting["asked"].ready(), waiting["asked"].get(), Answers.of([rank], print).get())
+    waiting.clear()
+
+class WithATurnForOurThread:
+    def __init__(self, ray_itself):
+        self.ray_itself = ray_itself
+    def __getattr__(self, name):
+        return getattr(self.ray_itself, name)
+    def shutdown_driver(self):
+        self.ray_itself.shutdown_driver()
+        thread = threading.Thread(target=another_thread)
+        thread.start()
+        thread.join()
+
+worker = ray._private.worker.global_worker
+worker.core_worker = WithATurnForOurThread(worker.core_worker)
+ray.shutdown()
+print("the training goes on", ray.is_initialized())
+"""
+
+
+def test_a_thread_of_ours_does_not_end_a_process_that_shuts_ray_down(tmp_path, ray_folder):
+    """Ray ends the process at once for a thread that uses it, or lets go of a reference, in that moment."""
+    result = subprocess.run(
+        [bed.INSTRUMENT, sys.executable, "-c", ENDS_RAY, ray_folder],
+        env=bed.clean_environment(VERL_OTEL_FOLDER=str(tmp_path)), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "answers: True [] []" in result.stdout
+    assert "the training goes on False" in result.stdout
+
+
 INTERRUPTED = """
 import ray, sys, time
 from verl.utils.tracking import Tracking

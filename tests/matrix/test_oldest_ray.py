@@ -10,6 +10,7 @@ OLDEST = "2.41.0"
 TESTS = (
     "tests/integration/test_small_programs.py",
     "tests/integration/test_ray.py::test_every_rank_of_every_kind_of_worker_group_is_under_the_stage_that_called_it",
+    "tests/integration/test_ray.py::test_a_thread_of_ours_does_not_end_a_process_that_shuts_ray_down",
 )
 
 

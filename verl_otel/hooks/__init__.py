@@ -27,6 +27,7 @@ from verl_otel.hooks import (
     main_ppo_sync,
     process,
     ray_actors,
+    ray_answers,
     ray_init,
     register,
     reward_loop,
@@ -78,6 +79,7 @@ HOOKS = (
     Hook("main_ppo_sync", "verl.trainer.main_ppo_sync", main_ppo_sync.install_imported, since="0.8.0", until="0.9.0"),
     Hook("ray_init", "ray", ray_init.install),  # last on `ray`: it looks at who calls it
     Hook("ray_actors", "ray.actor", ray_actors.install),
+    Hook("ray_answers", "ray._private.worker", ray_answers.install),
     Hook("rollout_server", "ray.actor", rollout_server.install),
     Hook("timer", "verl.utils.profiler.performance", timer.install),
     Hook("tracking", "verl.utils.tracking", tracking.install),

@@ -14,7 +14,6 @@ import re
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +21,7 @@ from opentelemetry.trace import get_current_span
 
 from verl_otel import border, telemetry
 from verl_otel.hooks.patches import Patches
+from verl_otel.hooks.ray_answers import Answers, connected_ray
 from verl_otel.identity import AGENT_LOOP, LAUNCHER, REWARD_WORKER, ROLLOUT_SERVER, TRAINER, role_of_class
 from verl_otel.metrics.ranks import Called
 from verl_otel.tracing import propagation
@@ -156,60 +156,6 @@ def _watch(method: str, answer: Any) -> None:
         border.caught("watching the call of a rollout server")
 
 
-def _ray() -> Any:
-    """Ray, where this process is connected to it; else None: any of its functions would start it again."""
-    ray = sys.modules.get("ray")
-    return ray if ray is not None and ray.is_initialized() else None
-
-
-class Answers:
-    """What actors were asked for (`verl_otel.metrics.step_values.Answers`)."""
-
-    def __init__(self, references: list[Any]) -> None:
-        self._references = references
-        self._dead = False
-
-    @classmethod
-    def of(cls, actors: Iterable[Any], function: Callable[..., Any], *arguments: Any) -> "Answers":
-        """Have each actor call `function(actor, *arguments)`, behind what it was called for before."""
-        references = []
-        for actor in actors if _ray() is not None else ():
-            try:
-                references.append(actor.__ray_call__.remote(function, *arguments))
-            except Exception:  # the actor is gone
-                border.caught("asking an actor")
-        return cls(references)
-
-    def ready(self) -> bool:
-        ray = _ray()
-        if not self._references or ray is None:
-            return True
-        _, missing = ray.wait(self._references, num_returns=len(self._references), timeout=0)
-        return not missing
-
-    def get(self) -> list[Any]:
-        ray = _ray()
-        if not self._references or ray is None:
-            self._references = []
-            return []
-        answered, self._references = ray.wait(self._references, num_returns=len(self._references), timeout=0)
-        found = []
-        for reference in answered:
-            try:
-                answer = ray.get(reference)
-            except ray.exceptions.RayActorError:
-                self._dead = True
-                continue
-            except Exception:  # the process does not have this package
-                continue
-            if answer is not None:
-                found.append(answer)
-        return found
-
-    def dead(self) -> bool:
-        return self._dead
-
-
 def _report(actor: Any, stage: int) -> Any:
     """Runs in the rank's process."""
     t = telemetry.peek()
@@ -218,8 +164,7 @@ def _report(actor: Any, stage: int) -> Any:
 
 def ask_for_values() -> Answers | None:
     """Ask the agent-loop and reward workers of this run for what users have logged there."""
-    ray = _ray()
-    if ray is None:
+    if connected_ray() is None:
         return None
     return Answers.of([*_workers_of_users(), *list(_rollouters)], _logged)
 
@@ -239,7 +184,7 @@ def _logged(actor: Any) -> Any:
     if t is None:
         return None
     taken = t.user.take()
-    for answer in Answers.of(_workers_of_users(), _logged)._references:
+    for answer in Answers.of(_workers_of_users(), _logged).references:
         answer.future().add_done_callback(functools.partial(_absorb, t.user))
     return taken
 
@@ -292,23 +237,13 @@ def methods_with_carrier(actor: Any) -> list[str]:
 
 def flush_actors(timeout: float) -> None:
     """Let the actors that this process made send what they have, waiting `timeout` seconds at most."""
-    ray = _ray()
-    if ray is None:
-        return
-    calls = Answers.of(list(_children), _flush, timeout)._references
-    if calls:
-        ray.wait(calls, num_returns=len(calls), timeout=timeout)
+    Answers.of(_children, _flush, timeout).wait(timeout)
 
 
 def end_run(error: BaseException | None, timeout: float) -> None:
     """Tell the actors that this process made that the run is over, and let them and those that they made send what they
     have, waiting `timeout` seconds at most."""
-    ray = _ray()
-    if ray is None:
-        return
-    calls = Answers.of(list(_children), _end_run, failure_of(error), timeout)._references
-    if calls:
-        ray.wait(calls, num_returns=len(calls), timeout=timeout)
+    Answers.of(_children, _end_run, failure_of(error), timeout).wait(timeout)
 
 
 def _end_run(actor: Any, failure: dict[str, str], timeout: float) -> None:
