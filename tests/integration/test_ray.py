@@ -197,7 +197,7 @@ ray.get(TaskRunner.remote().run.remote())
 
 @pytest.mark.parametrize(("number", "what"), [(SIGINT, "KeyboardInterrupt"), (SIGTERM, "Terminated")])
 def test_a_run_whose_launcher_is_ended_has_ended(tmp_path, ray_folder, number, what):
-    """Ray kills the trainer with it, which can say nothing any more."""
+    """Ray kills the trainer with it, which mostly can say nothing any more."""
     process = subprocess.Popen(
         [bed.INSTRUMENT, sys.executable, "-c", INTERRUPTED, ray_folder],
         env=bed.clean_environment(VERL_OTEL_FOLDER=str(tmp_path), PYTHONUNBUFFERED="1"),
@@ -213,8 +213,8 @@ def test_a_run_whose_launcher_is_ended_has_ended(tmp_path, ray_folder, number, w
     finally:
         process.kill()
     recording = reader.load(tmp_path)
-    (end,) = recording.events_named("verl.run.finished")
+    ends = recording.events_named("verl.run.finished")
+    (end,) = [end for end in ends if end.resource["verl.process.role"] == "launcher"]
     assert end.attributes["verl.run.state"] == "killed" and end.body["exception.type"] == what
-    assert end.resource["verl.process.role"] == "launcher"
     (run,) = [span for span in recording.spans if span.name == "verl.run"]
     assert run.error.startswith(what)
