@@ -89,7 +89,7 @@ class Answers:
     def give_up_all(cls) -> None:
         """Wait for nothing any longer. To be called while no other thread uses Ray."""
         for answers in list(cls._all):
-            answers.references = []
+            answers.references.clear()
         cls._abandoned.clear()
 
     @_using

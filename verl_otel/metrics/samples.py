@@ -191,7 +191,7 @@ def _means(tensor: Any, mask: "numpy.ndarray[Any, Any] | None") -> "numpy.ndarra
 
     if tensor is None or mask is None:
         return None
-    counts, values = mask.sum(-1, dtype=float), _numpy(tensor)
+    counts, values = mask.sum(-1).astype(float), _numpy(tensor)  # whole numbers, which 32 bits hold
     sums = numpy.einsum("st,st->s", values, mask)
     if not numpy.isfinite(sums).all():  # perhaps only where there is no token
         sums = numpy.where(mask > 0, values, 0).sum(-1)
