@@ -131,8 +131,9 @@ def main(work):
     start = time.perf_counter()
     compute(2000)
     repeat = max(1, round(2000 * work / (time.perf_counter() - start)))
-    names = [WITHOUT[0], "", *FAULTS]
-    names.insert(len(names) // 2, WITHOUT[1])
+    names = ["", *FAULTS]
+    names.insert(3, WITHOUT[0])  # as far from the first as the other is from the last
+    names.insert(-3, WITHOUT[1])
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         trainings = {}
