@@ -237,13 +237,13 @@ def methods_with_carrier(actor: Any) -> list[str]:
 
 def flush_actors(timeout: float) -> None:
     """Let the actors that this process made send what they have, waiting `timeout` seconds at most."""
-    Answers.of(_children, _flush, timeout).wait(timeout)
+    Answers.of(list(_children), _flush, timeout).wait(timeout)
 
 
 def end_run(error: BaseException | None, timeout: float) -> None:
     """Tell the actors that this process made that the run is over, and let them and those that they made send what they
     have, waiting `timeout` seconds at most."""
-    Answers.of(_children, _end_run, failure_of(error), timeout).wait(timeout)
+    Answers.of(list(_children), _end_run, failure_of(error), timeout).wait(timeout)
 
 
 def _end_run(actor: Any, failure: dict[str, str], timeout: float) -> None:
