@@ -52,16 +52,14 @@ def trained(stack, tmp_path_factory):
                 assert_up_to_date(stack)
             time.sleep(AWAY / 2)
             if names == ["mlflow", "bridge"]:  # MLflow takes long to start, and the run does not wait for it
-                late = [threading.Thread(target=stack.restart, args=(name,)) for name in names]
-                for thread in late:
-                    thread.start()
+                late = threading.Thread(target=stack.restart, args=names)
+                late.start()
             else:
-                stack.restart(names[0])
+                stack.restart(*names)
             time.sleep(BETWEEN)
         time.sleep(BETWEEN)
         steps = end()
-        for thread in late:
-            thread.join()
+        late.join()
     assert steps > 3 * AWAY * PER_SECOND
     replay = [sys.executable, "-m", "verl_otel.cli", "replay", str(folder / "verl-otel")]
     subprocess.run([*replay, "--endpoint", stack.url("otlp_http")], env=bed.clean_environment(), check=True, timeout=60)

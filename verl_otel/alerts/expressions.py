@@ -131,7 +131,11 @@ def recorded(run: Any) -> list[dict[str, str]]:
         return last("verl.stage.duration", *matchers, suffix=suffix)
 
     active, last_step = last("verl.stage.active"), last("verl.step.last_timestamp")
-    sent = [f"timestamp({metric(name)})" for name in ("verl.stage.active", "verl.step.last_timestamp")]
+    # Looked for at each second, as a series that was withdrawn meanwhile is not there when the rule is evaluated.
+    sent = [
+        f"max_over_time(timestamp({metric(name)})[{fresh}:1s])"
+        for name in ("verl.stage.active", "verl.step.last_timestamp")
+    ]
     recent = [
         f"{_grown('verl:work:seconds_total', window, fresh)} / ({_grown('verl:steps:total', window, fresh)} > 0)"
         for window in SEVERAL_STEPS

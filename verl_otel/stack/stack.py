@@ -131,10 +131,12 @@ class Stack:
         """End one of them as a crash does (SIGKILL)."""
         self.processes[name].kill()
 
-    def restart(self, name: str) -> None:
-        """Start one again that has ended, on the same ports and with the same data, and wait until it answers."""
-        self._spawn(name)
-        self._wait(name)
+    def restart(self, *names: str) -> None:
+        """Start again what has ended, on the same ports and with the same data, and wait until all of it answers."""
+        for name in names:
+            self._spawn(name)
+        for name in names:
+            self._wait(name)
 
     def stop(self, names: list[str] | None = None) -> None:
         """Stop what was started, the Collector first, so that it can hand over what it has."""
