@@ -31,11 +31,13 @@ STEPS, TURN = 50, 5
 """Steps of a training, and how many of them are a turn."""
 
 MATRIX = np.random.default_rng(0).random((160, 160))
+PRODUCT = np.empty_like(MATRIX)
+"""Made once: whether the allocator gives the memory of each back to the system, a fifth of the time, is luck."""
 
 
 def compute(repeat):
     for _ in range(repeat):
-        np.tanh(MATRIX @ MATRIX)
+        np.tanh(np.matmul(MATRIX, MATRIX, out=PRODUCT), out=PRODUCT)
         sum(i * i for i in range(2000))  # what needs the interpreter
 
 
