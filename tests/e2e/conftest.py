@@ -49,6 +49,7 @@ def ppo_run(tmp_path_factory, stack, fork_server):
         fork_server=fork_server,
         environment={
             "OTEL_EXPORTER_OTLP_ENDPOINT": stack.url("otlp_http"),
+            "OTEL_METRIC_EXPORT_INTERVAL": "1000",  # else workers may export once in so short a run: a rate needs two
             "VERL_OTEL_RUN_ID": "ppo-run",
             "TENSORBOARD_DIR": str(folder / "tensorboard"),
             "VERL_FILE_LOGGER_ROOT": str(folder / "file"),
