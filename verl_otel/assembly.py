@@ -157,7 +157,7 @@ class Telemetry:
         self.scores = Scores(self.tracer, self.instruments, self.background, identity)
         self.control: RunControl | None = None
         """Where a `fit` runs that may be asked to pause or stop; off unless `VERL_OTEL_CONTROL` is set."""
-        self._run_started = self._run_finished = False
+        self._joined = self._run_started = self._run_finished = False
         self._pid = os.getpid()
         self._last = lifetime.Last("verl-otel-shutdown", self.providers.shut_down_ours)
         self._on_termination: OnTermination | None = None
@@ -250,6 +250,13 @@ class Telemetry:
                 self.start_run()
         else:
             self.run_context = set_span_in_context(NonRecordingSpan(run), self.run_context)
+
+    def join(self) -> None:
+        """This process takes part in the run: by this the dashboards find both. Counts once."""
+        if not self._joined:
+            self._joined = True
+            labels = {attr.RANK: self.identity.worker_index, attr.STAGE: "other", attr.MODEL_TYPE: "none"}
+            self.instruments.set(names.PROCESS_START_TIME, labels, time.time())
 
     def announce(self) -> None:
         """Say on standard error which run this is, and where it can be seen: once in a run. Never raises."""

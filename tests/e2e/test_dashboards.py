@@ -12,6 +12,7 @@ import grafana
 import made_up_series
 import pytest
 from asking import eventually, get
+from steady import steady_trainer
 
 from verl_otel.dashboards import uids
 
@@ -118,13 +119,27 @@ def test_a_query_returns_data_of_the_real_run(query, prometheus, ppo_run, times)
     assert {series["metric"].get("verl_run_id", "ppo-run") for series in result} == {"ppo-run"}
 
 
-def test_stages_are_shown_while_they_run_and_not_after(prometheus, ppo_run, times):
+def test_stages_are_shown_while_they_run_and_not_after(prometheus, stack, tmp_path):
     """Prometheus itself may show the last point of a stage that has ended for five minutes."""
     (query, _) = (query for query in QUERIES if query.panel == "Stages that run now")
+
+    def shown():
+        now = time.time()
+        found = prometheus.run(query, values_of(query, "slow-stages"), now - 300, now)
+        return {series["metric"]["verl_timer"]: float(series["value"][1]) for series in found}
+
+    with steady_trainer(tmp_path, stack.url("otlp_http"), "slow-stages", per_second=1 / 4) as end:
+        stages = eventually(shown)
+        assert list(stages) == ["update_actor"] and 0 < stages["update_actor"] < 60
+        end()
+    assert eventually(lambda: shown() == {})
+
+
+def test_the_setup_is_not_shown_once_a_run_trains(prometheus, ppo_run, times):
+    (query, _) = (query for query in QUERIES if query.panel == "Stages that run now")
     during = prometheus.run(dataclasses.replace(query, instant=False), values_of(query, "ppo-run"), *times, step=1)
-    shown = {series["metric"]["verl_timer"]: [float(at) for at, _ in series["values"]] for series in during}
-    assert "setup" in shown and len(shown) > 1
-    assert max(shown["setup"]) < min(at for timer, seen in shown.items() if timer != "setup" for at in seen) + 10
+    (setup,) = (series["values"] for series in during if series["metric"]["verl_timer"] == "setup")
+    assert float(setup[-1][0]) < times[1] - 5  # `times` ends five seconds after the run
     assert prometheus.run(query, values_of(query, "ppo-run"), *times) == []
 
 

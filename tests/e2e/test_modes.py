@@ -299,6 +299,13 @@ def test_sft_says_once_what_shows_it(sft):
     assert sft.run.output.count(f"is recorded: verl-otel report {sft.run.telemetry}\n") == 1
 
 
+def test_sft_can_be_found_by_its_processes(sft):
+    """The dashboards offer the runs of which a process has joined: where SFT trains, that is not at the import."""
+    joined = Counter(said["rank"] for said, _ in sft.points["verl.process.start_time"])
+    assert joined.keys() == {"0", "1"}
+    assert joined.total() == len([*sft.run.telemetry.glob("*.metrics.jsonl")])
+
+
 def test_sft_logs_at_its_steps(sft):
     assert_events_are_what_verl_printed(sft)
     validated = {e.attributes["verl.step.number"] for e in sft.events if "val/loss" in e.body}

@@ -1,15 +1,13 @@
 """`verl` itself: a Ray worker that imports it is a process of the run, and shows so from then on.
 
-Wraps nothing. The launcher is left out: its telemetry is made at `ray.init`, when verl's configuration is known.
+Wraps nothing. The launcher is left out: its telemetry is made at `ray.init`, when verl's configuration is known, and it
+joins the run only where it trains itself (`hooks/tracking.py`, `hooks/sft.py`).
 """
 
-import time
 from types import ModuleType
 
 from verl_otel import identity, telemetry
 from verl_otel.hooks.patches import Patches
-from verl_otel.semconv import attributes as attr
-from verl_otel.semconv import metrics as names
 
 
 def install(module: ModuleType, patches: Patches) -> None:
@@ -17,5 +15,4 @@ def install(module: ModuleType, patches: Patches) -> None:
         return
     t = telemetry.current()
     if t is not None:
-        labels = {attr.RANK: t.identity.worker_index, attr.STAGE: "other", attr.MODEL_TYPE: "none"}
-        t.instruments.set(names.PROCESS_START_TIME, labels, time.time())
+        t.join()

@@ -32,6 +32,7 @@ def _wrap_init(handler: Any, patches: Patches) -> None:
         try:
             t = telemetry.current()
             if t is not None:
+                t.join()
                 t.sft.begin()
                 t.takes_no_requests()
                 if t.identity.launcher_is_silent and t.identity.worker_index == "0":

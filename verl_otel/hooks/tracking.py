@@ -86,6 +86,7 @@ def _wrap_init(tracking: Any, patches: Patches) -> None:
         try:
             t = telemetry.current()
             if t is not None:
+                t.join()
                 t.sft.logs()
                 given = signature.bind(self, *args, **kwargs).arguments
                 names = str(given["project_name"]), str(given["experiment_name"])
