@@ -255,7 +255,7 @@ class Telemetry:
         """This process takes part in the run: by this the dashboards find both. Counts once."""
         if not self._joined:
             self._joined = True
-            labels = {attr.RANK: self.identity.worker_index, attr.STAGE: "other", attr.MODEL_TYPE: "none"}
+            labels = {**names.all_ranks(names.PROCESS_START_TIME), attr.RANK: self.identity.worker_index}
             self.instruments.set(names.PROCESS_START_TIME, labels, time.time())
 
     def announce(self) -> None:

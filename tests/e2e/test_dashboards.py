@@ -119,13 +119,15 @@ def test_a_query_returns_data_of_the_real_run(query, prometheus, ppo_run, times)
     assert {series["metric"].get("verl_run_id", "ppo-run") for series in result} == {"ppo-run"}
 
 
+(STAGES_NOW, _) = (query for query in QUERIES if query.panel == "Stages that run now")
+
+
 def test_stages_are_shown_while_they_run_and_not_after(prometheus, stack, tmp_path):
     """Prometheus itself may show the last point of a stage that has ended for five minutes."""
-    (query, _) = (query for query in QUERIES if query.panel == "Stages that run now")
 
     def shown():
         now = time.time()
-        found = prometheus.run(query, values_of(query, "slow-stages"), now - 300, now)
+        found = prometheus.run(STAGES_NOW, values_of(STAGES_NOW, "slow-stages"), now - 300, now)
         return {series["metric"]["verl_timer"]: float(series["value"][1]) for series in found}
 
     with steady_trainer(tmp_path, stack.url("otlp_http"), "slow-stages", per_second=1 / 4) as end:
@@ -136,11 +138,12 @@ def test_stages_are_shown_while_they_run_and_not_after(prometheus, stack, tmp_pa
 
 
 def test_the_setup_is_not_shown_once_a_run_trains(prometheus, ppo_run, times):
-    (query, _) = (query for query in QUERIES if query.panel == "Stages that run now")
-    during = prometheus.run(dataclasses.replace(query, instant=False), values_of(query, "ppo-run"), *times, step=1)
+    during = prometheus.run(
+        dataclasses.replace(STAGES_NOW, instant=False), values_of(STAGES_NOW, "ppo-run"), *times, step=1
+    )
     (setup,) = (series["values"] for series in during if series["metric"]["verl_timer"] == "setup")
     assert float(setup[-1][0]) < times[1] - 5  # `times` ends five seconds after the run
-    assert prometheus.run(query, values_of(query, "ppo-run"), *times) == []
+    assert prometheus.run(STAGES_NOW, values_of(STAGES_NOW, "ppo-run"), *times) == []
 
 
 def test_the_time_since_a_step_is_shown_while_a_run_trains(prometheus, ppo_run, times):
