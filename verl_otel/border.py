@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 
 from verl_otel import forks
+from verl_otel.redaction import traceback_of
 
 logger = logging.getLogger("verl_otel")
 
@@ -24,7 +25,12 @@ _counts: Counter[str] = Counter()
 def caught(site: str) -> None:
     """Count the exception being handled and report it, the first time that it happens at `site`."""
     if _is_first(site):
-        logger.warning("verl-otel: %s failed; the run goes on, this part of its telemetry is lost", site, exc_info=True)
+        error = sys.exc_info()[1]
+        logger.warning(
+            "verl-otel: %s failed; the run goes on, this part of its telemetry is lost\n%s",
+            site,
+            traceback_of(error) if error is not None else "",
+        )
 
 
 def warn_once(site: str, message: str, *args: object) -> None:

@@ -4,8 +4,12 @@ A long text is cut before it is searched, and no pattern goes back over what it 
 """
 
 import re
+import traceback
 
 GAP = " [...] "
+
+MAX_TRACEBACK = 4096
+"""Characters of a traceback that are kept: the beginning and the end."""
 
 _REDACTED = "[redacted]"
 _LONGEST_WORD = 256
@@ -57,6 +61,22 @@ def redacted(text: str, size: int, *, queries: bool = False) -> str:
 
     text = _PARAMETER.sub(parameter, _URL.sub(url, text))
     return _SECRETS.sub(lambda match: (match["name"] or "") + _REDACTED, text)
+
+
+def shown(message: str) -> str:
+    """What may be shown of a message; of a long one the beginning and the end, since Ray puts the cause at the end."""
+    text = redacted(message, MAX_TRACEBACK, queries=True)
+    return text if len(text) <= 500 else f"{text[:150]} ... {text[-340:]}"
+
+
+def traceback_of(error: BaseException) -> str:
+    """An exception and what it was caused by, as Python prints them, without what looks like a secret. Never raises:
+    the exception may be of a class that cannot be printed."""
+    try:
+        text = "".join(traceback.format_exception(error))
+    except Exception:
+        return type(error).__name__
+    return shortened(redacted(text, MAX_TRACEBACK, queries=True), MAX_TRACEBACK)
 
 
 def _word(text: str) -> int:

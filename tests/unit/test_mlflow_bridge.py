@@ -501,6 +501,35 @@ def test_while_mlflow_is_away_the_collector_is_asked_to_wait(bridge, nowhere, ve
     assert bridge.post("/mlflow/v1/logs", content=logs, headers=PROTOBUF).status_code == 200
 
 
+def test_the_password_of_an_mlflow_that_is_away_is_neither_logged_nor_answered(nowhere, verl, caplog):
+    address = nowhere.replace("://", "://user:Zq7planted@")
+    with TestClient(server.app({"mlflow": MlflowSink(address)})) as cut_off:
+        for path, content in (("logs", log_request(verl.step(1, a=1.0))), ("traces", trace_request(verl, 1))):
+            answer = cut_off.post(f"/mlflow/v1/{path}", content=content.SerializeToString(), headers=PROTOBUF)
+            assert answer.status_code == 503
+            assert "Zq7planted" not in answer.text
+    assert "failed with exception" in caplog.text
+    assert "Zq7planted" not in caplog.text
+
+
+class Broken:
+    """A sink that fails as no sink should, with a secret in its message."""
+
+    name = "Broken"
+
+    def handle(self, events):
+        raise LookupError(f"nothing at http://user:Zq7planted@127.0.0.1/{len(events)}?token=Zq7planted")
+
+
+def test_what_fails_unforeseen_is_refused_and_logged_without_secrets(verl, caplog):
+    with TestClient(server.app({"broken": Broken()})) as bridge:
+        content = log_request(verl.step(1, a=1.0)).SerializeToString()
+        answer = bridge.post("/broken/v1/logs", content=content, headers=PROTOBUF)
+    assert answer.status_code == 400
+    assert "LookupError: nothing at http://" in caplog.text
+    assert "Zq7planted" not in caplog.text + answer.text
+
+
 # ---- who may send
 
 

@@ -19,12 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from opentelemetry.trace import StatusCode
 
+from verl_otel import border
 from verl_otel.config import Settings
 from verl_otel.export.otlp_http import Endpoint
 from verl_otel.hooks.tracking import RECORDED_PARAMETERS, parameters
 from verl_otel.identity import Identity
-from verl_otel.redaction import redacted
-from verl_otel.tracing.errors import describe, shown
+from verl_otel.redaction import redacted, shown
+from verl_otel.tracing.errors import describe
 
 # No secret is by chance a part of what is there anyway.
 SECRETS = st.text("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOP0123456789+/=.~!-", min_size=4, max_size=30).map(
@@ -203,6 +204,24 @@ def test_no_secret_of_an_exception_is_on_spans_or_in_events(new_memory, data):
     }
     assert sum("exception.stacktrace" in text and "test_security.py" in text for text in spans) >= 4
     assert any("[redacted]" in text and "verl.run.finished" in text for text in logs)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_secret_of_a_failure_of_ours_is_in_the_log(caplog, data):
+    secret = data.draw(SECRETS)
+    message = data.draw(MESSAGES).format(quote(secret, safe=""))
+    kind = data.draw(st.sampled_from([RuntimeError, _Unusual]))
+    error = raised(message, data.draw(st.sampled_from([0, 300, 30_000])), kind)
+    caplog.clear()
+    border._counts.clear()  # so that it is the first time at this site
+    try:
+        raise error
+    except kind:
+        border.caught("a site")
+    assert_not_in(secret, caplog.text)
+    assert "a site failed; the run goes on" in caplog.text
+    assert "test_security.py" in caplog.text
 
 
 def memory_of_run(memory):

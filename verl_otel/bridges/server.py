@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from verl_otel.bridges.events import events_of
 from verl_otel.bridges.sink import Refused, Sink, TraceSink, TryLater
+from verl_otel.redaction import traceback_of
 from verl_otel.webserver import BadRequest, is_authorized, read_body, unauthorized
 
 logger = logging.getLogger(__name__)
@@ -135,9 +136,9 @@ async def _take(
     except OSError as error:  # the destination or the network
         logger.warning("%s cannot be reached: %s; the Collector will send it again", name, type(error).__name__)
         return PlainTextResponse(f"{name} cannot be reached\n", 503)
-    except Exception:
+    except Exception as error:
         # The same request would fail again, for ever, and hold up what is behind it in the Collector's queue.
-        logger.exception("a request could not be handled; it is lost")
+        logger.error("a request could not be handled; it is lost\n%s", traceback_of(error))
         return PlainTextResponse("this request cannot be handled\n", 400)
     content = json_format.MessageToJson(response).encode() if kind == _JSON else response.SerializeToString()
     return Response(content, media_type=kind)

@@ -1,16 +1,15 @@
 """Exceptions on spans."""
 
 import asyncio
-import traceback
 
 from opentelemetry.semconv.attributes import exception_attributes as names
 from opentelemetry.trace import Span, Status, StatusCode
 
 from verl_otel import border
-from verl_otel.redaction import redacted, shortened
+from verl_otel.redaction import redacted, shortened, shown, traceback_of
 
 MAX_TEXT = 4096
-"""Characters of an exception's message, and of its stack, that are kept: the beginning and the end."""
+"""Characters of an exception's message that are kept: the beginning and the end."""
 
 _NO_ERRORS = frozenset({"GeneratorExit", "TrainingStopException"})
 """A generator that is closed, and what verl ends a loop by when all is done (fully_async)."""
@@ -38,8 +37,8 @@ def in_words(error: BaseException) -> dict[str, str]:
     of_builtins = kind.__module__ == "builtins"
     return {
         names.EXCEPTION_TYPE: kind.__qualname__ if of_builtins else f"{kind.__module__}.{kind.__qualname__}",
-        names.EXCEPTION_MESSAGE: shortened(_redacted(str(error)), MAX_TEXT),
-        names.EXCEPTION_STACKTRACE: shortened(_redacted("".join(traceback.format_exception(error))), MAX_TEXT),
+        names.EXCEPTION_MESSAGE: shortened(redacted(str(error), MAX_TEXT, queries=True), MAX_TEXT),
+        names.EXCEPTION_STACKTRACE: traceback_of(error),
     }
 
 
@@ -49,16 +48,6 @@ def describe(error: BaseException) -> str:
         return shown(f"{type(error).__name__}: {error}")
     except Exception:
         return type(error).__name__
-
-
-def shown(message: str) -> str:
-    """What may be shown of a message; of a long one the beginning and the end, since Ray puts the cause at the end."""
-    text = _redacted(message)
-    return text if len(text) <= 500 else f"{text[:150]} ... {text[-340:]}"
-
-
-def _redacted(text: str) -> str:
-    return redacted(text, MAX_TEXT, queries=True)
 
 
 def failure_of(error: BaseException | None) -> dict[str, str]:

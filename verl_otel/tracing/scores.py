@@ -14,11 +14,12 @@ from verl_otel.background import Background
 from verl_otel.identity import Identity
 from verl_otel.metrics.bounded import OTHER, Bounded
 from verl_otel.metrics.instruments import Instruments
+from verl_otel.redaction import shown
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv import metrics as names
 from verl_otel.semconv.stages import SCORE_TIMER, TRAJECTORY_TIMERS
 from verl_otel.tracing import parts
-from verl_otel.tracing.errors import is_failure, shown, type_of
+from verl_otel.tracing.errors import is_failure, type_of
 from verl_otel.tracing.parts import Measures, Part
 
 

@@ -19,6 +19,7 @@ from verl_otel.alerts.relay.metrics import Metrics
 from verl_otel.alerts.relay.notification import Malformed, parse
 from verl_otel.alerts.relay.sent import Sent
 from verl_otel.alerts.relay.settings import Settings
+from verl_otel.redaction import traceback_of
 from verl_otel.webserver import BadRequest, is_authorized, read_body, unauthorized
 
 logger = logging.getLogger(__name__)
@@ -67,9 +68,9 @@ def app(settings: Settings) -> Starlette:
     async def take_and_count(request: Request) -> Response:
         try:
             response = await take(request)
-        except Exception:
+        except Exception as error:
             # Alertmanager would send the same again for ever.
-            logger.exception("a notification could not be handled; it is lost")
+            logger.error("a notification could not be handled; it is lost\n%s", traceback_of(error))
             response = PlainTextResponse("this notification cannot be handled\n", 400)
         metrics.request(response.status_code)
         return response

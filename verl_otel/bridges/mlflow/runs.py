@@ -16,6 +16,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from verl_otel.bridges.events import RunEvent, RunIdentity, integer
+from verl_otel.redaction import shown
 from verl_otel.semconv import attributes as attr
 from verl_otel.semconv.metrics import key_digest
 
@@ -116,7 +117,7 @@ class Runs:
                 experiment_id = experiment.experiment_id
             self._client.set_experiment_tag(experiment_id, attr.DOCTOR_ID, str(event.attributes.get(attr.DOCTOR_ID)))
         except Exception as error:
-            logger.warning("test data of verl-otel doctor cannot be noted in MLflow: %s", str(error)[:200])
+            logger.warning("test data of verl-otel doctor cannot be noted in MLflow: %s", shown(str(error)))
 
     def _lock_of(self, run_id: str) -> threading.Lock:
         with self._lock:
@@ -189,7 +190,7 @@ class Runs:
         try:
             self._client.log_text(run.run_id, str(event.body.get("text", "")), file)
         except Exception as error:  # artifacts may be out of reach; the run's numbers are not to wait for them
-            logger.warning("the text %s cannot be written to MLflow's artifacts: %s", file, error)
+            logger.warning("the text %s cannot be written to MLflow's artifacts: %s", file, shown(str(error)))
 
     def _write_metrics(self, metrics: Mapping[MlflowRun, list[Metric]]) -> None:
         for run, points in metrics.items():

@@ -11,6 +11,7 @@ from verl_otel.bridges.events import RunEvent
 from verl_otel.bridges.mlflow.runs import Runs
 from verl_otel.bridges.mlflow.traces import Traces
 from verl_otel.bridges.sink import Refused, TryLater
+from verl_otel.redaction import shown
 
 
 class MlflowSink:
@@ -40,6 +41,6 @@ class MlflowSink:
 
 def _failure(error: MlflowException) -> TryLater | Refused:
     # Without an answer, or with a fault of the server, it may go better later; otherwise the data is at fault.
-    message = str(error)[:500]
+    message = str(error)
     later = error.get_http_status_code() >= 500 or "failed with" in message or "Max retries" in message
-    return (TryLater if later else Refused)(f"MLflow: {message}")
+    return (TryLater if later else Refused)(f"MLflow: {shown(message)}")
