@@ -73,7 +73,7 @@ def traceback_of(error: BaseException) -> str:
     """An exception and what it was caused by, as Python prints them, without what looks like a secret. Never raises:
     the exception may be of a class that cannot be printed."""
     try:
-        text = "".join(traceback.format_exception(error))
+        text = "".join(traceback.format_exception(error)).rstrip()
     except Exception:
         return type(error).__name__
     return shortened(redacted(text, MAX_TRACEBACK, queries=True), MAX_TRACEBACK)

@@ -176,7 +176,7 @@ def test_what_was_spooled_is_replayed_once(replayed):
     assert first.returncode == 0, first.stderr
     sent = int(re.match(r"sent (\d+) items", first.stdout)[1])
     assert sent > 200
-    assert "give --recordings" in first.stdout  # what was sent while the Collector was there is recorded too
+    assert "give --copies" in first.stdout  # what was sent while the Collector was there is recorded too
     assert second.stdout.startswith("sent 0 items in 0 requests; ")
 
 

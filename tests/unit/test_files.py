@@ -188,6 +188,36 @@ def test_each_process_and_signal_has_a_file_of_its_own_in_the_folder_of_the_run(
     ]
 
 
+@pytest.mark.parametrize(
+    ("environ", "copies"),
+    [
+        ({"OTEL_TRACES_EXPORTER": "otlp,verl_otel_file", "OTEL_METRICS_EXPORTER": "verl_otel_file"}, {"traces"}),
+        (
+            {"OTEL_TRACES_EXPORTER": "verl_otel_file,otlp", "OTEL_LOGS_EXPORTER": "otlp,verl_otel_file"},
+            {"traces", "logs"},
+        ),
+        ({"OTEL_TRACES_EXPORTER": "otlp,verl_otel_file", "VERL_OTEL_MODE": "offline"}, set()),
+        # The SDK's own exporter gives up what it cannot send.
+        ({"OTEL_TRACES_EXPORTER": "otlp,verl_otel_file", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, set()),
+        # The exporter is in providers of the user's own.
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}, set()),
+    ],
+)
+def test_a_file_with_what_its_process_sends_itself_says_so(pipeline, root, monkeypatch, environ, copies):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    p = pipeline()
+    p.tracer.start_span("a", context=Context()).end()
+    p.meter.create_counter("c").add(1)
+    p.meter_provider.force_flush()
+    events.emit(p.logger, "verl.step", {"a": 1}, {})
+    named = {path.name.split(".", 1)[1] for path in root.rglob("*.jsonl")}
+    signals = ("traces", "metrics", "logs")
+    assert named == {f"{signal}.copy.jsonl" if signal in copies else f"{signal}.jsonl" for signal in signals}
+    assert reader.newest(root) == root / "run-1"
+    assert len(reader.load(root).spans) == 1
+
+
 def test_only_the_owner_can_read_a_recording(pipeline, root):
     mask = os.umask(0)
     try:

@@ -97,7 +97,7 @@ def test_recordings_are_sent_too(tmp_path, server, monkeypatch):
 def recorded_and_spooled(folder):
     """The same run, which has recorded all besides (`otlp,verl_otel_file`): of its spans 0 to 29 the first 20 were
     spooled."""
-    with (folder / "a-host-1.traces.jsonl").open("wb") as file:
+    with (folder / "a-host-1.traces.copy.jsonl").open("wb") as file:
         file.writelines(otlp_json.to_line(otlp_json.from_bytes("traces", spans(str(i)))) for i in range(30))
     return folder
 
@@ -107,32 +107,32 @@ def test_of_a_run_that_has_sent_its_data_itself_only_the_spool_is_sent(recorded_
     assert in_order(server) == ALL
     out = capsys.readouterr().out
     assert out.startswith("sent 25 items in 22 requests; 0 requests were sent before\n")
-    assert "1 recorded files" in out and "--recordings" in out
+    assert "1 files with copies" in out and "--copies" in out
     assert run(recorded_and_spooled, "--endpoint", server.url) == 0  # again
     assert run(recorded_and_spooled.parent, "--endpoint", server.url) == 0  # all runs
     assert run(recorded_and_spooled / "spool", "--endpoint", server.url) == 0
     assert in_order(server) == ALL
-    assert "--recordings" not in capsys.readouterr().out.splitlines()[-1]  # of the spool nothing is left out
+    assert "--copies" not in capsys.readouterr().out.splitlines()[-1]  # of the spool nothing is left out
 
 
-def test_recordings_beside_an_empty_spool_are_left_out_too(recorded_and_spooled, server, capsys):
+def test_copies_beside_an_empty_spool_are_left_out_too(recorded_and_spooled, server, capsys):
     for path in (recorded_and_spooled / "spool").iterdir():
         path.unlink()
     assert run(recorded_and_spooled, "--endpoint", server.url) == 0
     assert server.taken == []
-    assert "sent 0 items" in (out := capsys.readouterr().out) and "--recordings" in out
+    assert "sent 0 items" in (out := capsys.readouterr().out) and "--copies" in out
 
 
-def test_the_recordings_beside_a_spool_are_sent_if_asked_for(recorded_and_spooled, server, capsys):
-    assert run(recorded_and_spooled, "--endpoint", server.url, "--recordings") == 0
+def test_copies_are_sent_if_asked_for(recorded_and_spooled, server, capsys):
+    assert run(recorded_and_spooled, "--endpoint", server.url, "--copies") == 0
     assert sorted(set(server.names()), key=int) == [str(i) for i in range(30)]
     assert "left out" not in capsys.readouterr().out
 
 
-def test_runs_without_a_spool_are_sent_beside_one_that_has_one(recorded_and_spooled, server):
-    other = recorded_and_spooled.parent / "run-2"
-    other.mkdir()
-    (other / "b-host-1.traces.jsonl").write_bytes(otlp_json.to_line(otlp_json.from_bytes("traces", spans("99"))))
+def test_what_a_run_has_only_recorded_is_sent_also_beside_its_spool_and_its_copies(recorded_and_spooled, server):
+    """Such as an attempt that was offline, or a signal with `verl_otel_file` alone."""
+    line = otlp_json.to_line(otlp_json.from_bytes("traces", spans("99")))
+    (recorded_and_spooled / "b-host-1.traces.jsonl").write_bytes(line)
     assert run(recorded_and_spooled.parent, "--endpoint", server.url) == 0
     assert in_order(server) == [*ALL, "99"]
 

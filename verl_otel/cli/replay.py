@@ -14,8 +14,8 @@ def add_to(commands: Any) -> None:
         "replay",
         help="send recorded or spooled telemetry to a Collector",
         description="Send what a run has recorded in files, or could not send, to an OTLP/HTTP endpoint: each record "
-        "once, also if the command is stopped and started again. Of a run that has sent its data itself, only its "
-        "spool is sent. Headers and certificates are read from the OTEL_EXPORTER_OTLP_* variables. How far it came is "
+        "once, also if the command is stopped and started again. Copies of what the run has sent itself (*.copy.jsonl) "
+        "are left out. Headers and certificates are read from the OTEL_EXPORTER_OTLP_* variables. How far it came is "
         "noted in the folder (.replayed.json).",
     )
     parser.add_argument("folder", type=Path, help="folder of the run, or its spool, such as verl-otel/<run id>/spool")
@@ -23,10 +23,9 @@ def add_to(commands: Any) -> None:
         "--endpoint", default="", help="base URL of the endpoint (default: OTEL_EXPORTER_OTLP_ENDPOINT)"
     )
     parser.add_argument(
-        "--recordings",
+        "--copies",
         action="store_true",
-        help="send what was recorded beside a spool too: the run has sent it already, so an endpoint that it was sent "
-        "to gets it twice",
+        help="send copies too, such as to another Collector: where the run has sent them to, they are twice then",
     )
     parser.set_defaults(run=run)
 
@@ -39,9 +38,7 @@ def run(options: argparse.Namespace) -> int:
     before = {name: signal.signal(name, lambda *_: stopped.set()) for name in (signal.SIGINT, signal.SIGTERM)}
     bar = _Bar() if sys.stderr.isatty() else None
     try:
-        done = replay.replay(
-            options.folder, options.endpoint, bar or (lambda *_: None), stopped.is_set, options.recordings
-        )
+        done = replay.replay(options.folder, options.endpoint, bar or (lambda *_: None), stopped.is_set, options.copies)
     except replay.CannotReplay as error:
         _end(bar)
         print(f"verl-otel: {error}", file=sys.stderr)
@@ -59,8 +56,8 @@ def run(options: argparse.Namespace) -> int:
           + (f", {done.too_large} items are too large" if done.too_large else "")
           + (f", {done.unreadable} lines cannot be read" if done.unreadable else ""))  # fmt: skip
     if done.left_out:
-        print(f"{done.left_out} recorded files of runs that have sent their data themselves are left out; to send them "
-              "too, give --recordings")  # fmt: skip
+        print(f"{done.left_out} files with copies of what the run has sent itself are left out; to send them too, give "
+              "--copies")  # fmt: skip
     return 1 if done.refused or done.too_large else 0
 
 

@@ -2,7 +2,9 @@
 
 Each process appends to files of its own, `<folder>/<run id>/<role>-<host>-<pid>.{traces,metrics,logs}.jsonl`; each line
 is one OTLP export request in the JSON encoding (the OTLP File Exporter format, which the Collector's `otlpjsonfile`
-receiver reads). Called on exporting threads only; a write that fails costs that batch and one warning, nothing else.
+receiver reads). Where the process sends the same over OTLP/HTTP, and spools what it cannot send, the file is a copy and
+its name says so: `*.traces.copy.jsonl`. Called on exporting threads only; a write that fails costs that batch and one
+warning, nothing else.
 """
 
 import os
@@ -21,11 +23,14 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from verl_otel import border, config
-from verl_otel.export import otlp_json, otlp_metrics
+from verl_otel.export import otlp_json, otlp_metrics, providers
 from verl_otel.semconv import attributes as attr
 
 MAX_BYTES = 1 << 30
 """A file that has reached this size takes no more."""
+
+COPY = ".copy.jsonl"
+"""The end of the name of a file with what its process sends itself."""
 
 
 def run_folder(root: str, run_id: str) -> str:
@@ -72,7 +77,8 @@ class _Lines:
         root = config.Settings.from_environ().folder
         folder = run_folder(root, str(attributes.get(attr.RUN_ID, "no-run")))
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        name = f"{process_name(attributes)}-{os.getpid()}.{self._signal}.jsonl"
+        both = {providers.FILE_EXPORTER, providers.OTLP_HTTP} <= {*providers.exporter_names(self._signal)}
+        name = f"{process_name(attributes)}-{os.getpid()}.{self._signal}{COPY if both else '.jsonl'}"
         descriptor = os.open(os.path.join(folder, name), os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         self._file = os.fdopen(descriptor, "ab", buffering=0)
         size = os.fstat(descriptor).st_size

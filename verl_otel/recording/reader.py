@@ -96,7 +96,7 @@ def newest(root: str | Path) -> Path:
     Raises:
         NoRecording: there is none.
     """
-    found = (path for signal in ("traces", "logs") for path in Path(root).glob(f"*/*.{signal}.jsonl"))
+    found = (path for signal in ("traces", "logs") for path in Path(root).glob(f"*/*.{signal}*.jsonl"))
     files = {path: path.stat().st_mtime for path in found}
     if not files:
         raise NoRecording(f"no run is recorded in {root}: give the folder of one, such as verl-otel/<run id>")

@@ -1,6 +1,6 @@
 """Recorded or spooled OTLP files -> an OTLP/HTTP endpoint, each record once.
 
-A run with a spool has sent its data itself, but for what is in the spool: what it has recorded besides is left out.
+A process that has recorded what it sends itself has spooled what it could not send: the copies are left out.
 
 How far each file was sent is kept beside it, in `.replayed.json`, so that the command can be stopped and goes on where
 it was, also from another machine that sees the folder. A line that cannot be read is counted and left out. A process
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_otel.export import otlp_http, otlp_json
+from verl_otel.export.files import COPY
 from verl_otel.export.otlp import MAX_REQUEST
 from verl_otel.export.otlp_http import Outcome
-from verl_otel.export.spool import SPOOL
 
 STATE = ".replayed.json"
 LOCK = ".replay.lock"
@@ -53,7 +53,7 @@ class Done:
     too_large: int = 0
     """Items."""
     left_out: int = 0
-    """Files that were recorded by a run which has sent its data itself."""
+    """Files with copies of what their processes have sent themselves."""
 
 
 def replay(
@@ -61,7 +61,7 @@ def replay(
     endpoint: str = "",
     progress: Callable[[int, int], None] = lambda *_: None,
     stop: Callable[[], bool] = lambda: False,
-    recordings: bool = False,
+    copies: bool = False,
 ) -> Done:
     """Send every record under `folder` that was not sent before.
 
@@ -69,7 +69,7 @@ def replay(
         endpoint: base URL, such as `http://127.0.0.1:4318`; by default from the environment.
         progress: called with (bytes done, bytes in all).
         stop: asked between two requests.
-        recordings: send the recordings of runs with a spool too.
+        copies: send copies of what the run has sent itself, too.
 
     Raises:
         CannotReplay: no such folder, nothing in it, no endpoint, or the endpoint does not take it.
@@ -80,7 +80,7 @@ def replay(
     found = _files(folder)
     if not found:
         raise CannotReplay(f"nothing is recorded under {folder}: give the folder of a run, such as verl-otel/<run id>")
-    paths = [(path, size) for path, size in found if recordings or not (path.parent / SPOOL).is_dir()]
+    paths = [(path, size) for path, size in found if copies or not path.name.endswith(COPY)]
     sender = _Sender(endpoint, stop)
     done, passed, total = sender.done, 0, sum(size for _, size in paths)
     done.left_out = len(found) - len(paths)
