@@ -288,6 +288,8 @@ def test_the_patterns_of_limits_and_links_are_filled_in(tmp_path):
         ("alerts: {VerlRunHung: {for: 10}}", "10 is not a duration such as"),
         ("alerts: {VerlRunHung: {times_usual: many}}", "'many' has to be a number, or off"),
         ("alerts: {VerlRunHung: {times_usual: on}}", "True has to be a number, or off"),
+        ("alerts: {VerlRunHung: {times_usual: .inf}}", "inf has to be a number, or off"),
+        ("alerts: {VerlStepTimeHigh: {seconds: -1}}", "seconds: -1 is below 0"),
         ("alerts: {VerlRunHung: {severity: page}}", "'page' is none of critical, warning, info"),
         ("alerts: {VerlRunHung: 5}", "has to be a mapping"),
         ("alerts: {VerlRewardFlat: {windows: 30m}}", "has to be a list of durations"),

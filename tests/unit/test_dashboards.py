@@ -293,6 +293,17 @@ def test_the_command_writes_the_files(tmp_path, capsys):
         )
 
 
+def test_the_dashboards_link_to_mlflow_without_its_password(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://user:Zq7planted@mlflow.example:5000")
+    assert cli.main(["dashboards", "--output", str(tmp_path)]) == 0
+    for path in tmp_path.iterdir():
+        assert "https://mlflow.example:5000" in path.read_text()
+        assert "Zq7planted" not in path.read_text()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://user:Zq7planted@host/mlflow")
+    assert cli.main(["dashboards", "--output", str(tmp_path)]) == 2
+    assert "--mlflow postgresql://host/mlflow: a browser" in capsys.readouterr().err
+
+
 def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert cli.main(["dashboards", "--output", str(tmp_path), "--mlflow", "sqlite:///x"]) == 2

@@ -382,8 +382,10 @@ def test_the_command_says_its_version(capsys):
 
 
 def test_a_bridge_without_a_server_to_write_to_is_refused(capsys):
-    assert main(["bridge", "--mlflow", "sqlite:///x.db"]) == 2
-    assert "needs an MLflow server" in capsys.readouterr().err
+    assert main(["bridge", "--mlflow", "postgresql://user:Zq7planted@host/mlflow"]) == 2
+    said = capsys.readouterr().err
+    assert "needs an MLflow server" in said
+    assert "Zq7planted" not in said
 
 
 def test_what_was_not_finite_is_on_the_page_with_its_steps(root):

@@ -1,5 +1,6 @@
 """The parameters of the alert rules: `deploy/prometheus/thresholds.yaml`, and a file of the user's on top of it."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -129,8 +130,10 @@ def _check(name: str, before: Any, value: Any, where: str) -> None:
             _check_duration(one, where)
     elif isinstance(before, str):
         _check_duration(value, where)
-    elif (isinstance(value, bool) and value) or not isinstance(value, (bool, int, float)):
+    elif value is True or not isinstance(value, (bool, int, float)) or not math.isfinite(value):
         raise BadThresholds(f"{where}: {value!r} has to be a number, or off")
+    elif value < 0 and name != "reward":
+        raise BadThresholds(f"{where}: {value!r} is below 0")
 
 
 def _check_duration(value: Any, where: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from verl_otel.cli.arguments import port
+from verl_otel.redaction import shown
 
 if TYPE_CHECKING:
     from verl_otel.bridges.sink import Sink
@@ -99,7 +100,7 @@ def _mlflow(options: argparse.Namespace) -> "Sink | None":
     if not options.mlflow:
         return None
     if not options.mlflow.startswith(("http://", "https://")):
-        raise WrongOption(f"--mlflow {options.mlflow}: the bridge needs an MLflow server (http:// or https://)")
+        raise WrongOption(f"--mlflow {shown(options.mlflow)}: the bridge needs an MLflow server (http:// or https://)")
     from verl_otel.bridges.mlflow.sink import MlflowSink
 
     return MlflowSink(options.mlflow)

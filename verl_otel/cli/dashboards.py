@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from verl_otel.config import without_credentials
+
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
@@ -36,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         from verl_otel import dashboards
     except ImportError as error:
         return missing_extra(error, "dashboards")
-    mlflow = options.mlflow or dashboards.MLFLOW
+    mlflow = without_credentials(options.mlflow or dashboards.MLFLOW)  # a browser asks for them
     if not mlflow.startswith(("http://", "https://")):
         print(f"verl-otel: --mlflow {mlflow}: a browser needs a URL (http:// or https://)", file=sys.stderr)
         return 2
