@@ -165,7 +165,7 @@ class Telemetry:
 
     def start(self) -> None:
         """Begin what goes on by itself: waiting for a signal that ends the process, sampling this node's hardware."""
-        # Ray's workers handle signals in C++, which Python does not know of.
+        # In a worker Ray's own handler raises SystemExit, and exit handlers run.
         if threading.current_thread() is threading.main_thread() and not in_ray_worker():
             self._on_termination = OnTermination(lambda: self.flush(1.0), lambda: self._end(Terminated("by SIGTERM")))
         if self._exports_metrics_of("hardware"):
