@@ -25,11 +25,10 @@ _counts: Counter[str] = Counter()
 def caught(site: str) -> None:
     """Count the exception being handled and report it, the first time that it happens at `site`."""
     if _is_first(site):
-        error = sys.exc_info()[1]
         logger.warning(
             "verl-otel: %s failed; the run goes on, this part of its telemetry is lost\n%s",
             site,
-            traceback_of(error) if error is not None else "",
+            traceback_of(sys.exc_info()[1]),
         )
 
 

@@ -8,8 +8,8 @@ import traceback
 
 GAP = " [...] "
 
-MAX_TRACEBACK = 4096
-"""Characters of a traceback that are kept: the beginning and the end."""
+MAX_MESSAGE = 4096
+"""Characters of a message or a traceback that are kept: the beginning and the end."""
 
 _REDACTED = "[redacted]"
 _LONGEST_WORD = 256
@@ -63,20 +63,24 @@ def redacted(text: str, size: int, *, queries: bool = False) -> str:
     return _SECRETS.sub(lambda match: (match["name"] or "") + _REDACTED, text)
 
 
+def kept(message: str) -> str:
+    """What may be kept of a message, at most `MAX_MESSAGE` characters."""
+    return shortened(redacted(message, MAX_MESSAGE, queries=True), MAX_MESSAGE)
+
+
 def shown(message: str) -> str:
     """What may be shown of a message; of a long one the beginning and the end, since Ray puts the cause at the end."""
-    text = redacted(message, MAX_TRACEBACK, queries=True)
+    text = kept(message)
     return text if len(text) <= 500 else f"{text[:150]} ... {text[-340:]}"
 
 
-def traceback_of(error: BaseException) -> str:
+def traceback_of(error: BaseException | None) -> str:
     """An exception and what it was caused by, as Python prints them, without what looks like a secret. Never raises:
     the exception may be of a class that cannot be printed."""
     try:
-        text = "".join(traceback.format_exception(error)).rstrip()
+        return kept("".join(traceback.format_exception(error)).rstrip())
     except Exception:
         return type(error).__name__
-    return shortened(redacted(text, MAX_TRACEBACK, queries=True), MAX_TRACEBACK)
 
 
 def _word(text: str) -> int:

@@ -243,9 +243,10 @@ def test_tracking_works_as_before_when_our_part_fails(monkeypatch, tmp_path, cap
         tracking.logger["file"].finish()
     (written,) = tmp_path.rglob("*.jsonl")
     assert len(written.read_text().splitlines()) == 2
-    said = [r.message for r in caplog.records if "Tracking.log failed; the run goes on" in r.message]
+    begin = "verl-otel: Tracking.log failed; the run goes on, this part of its telemetry is lost\nTraceback "
+    said = [r.message for r in caplog.records if r.name == "verl_otel" and r.message.startswith(begin)]
     assert len(said) == 1
-    assert said[0].endswith("ValueError: ours")
+    assert said[0].endswith("\nValueError: ours")
 
 
 @pytest.fixture(autouse=True)

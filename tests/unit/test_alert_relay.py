@@ -386,6 +386,20 @@ def test_what_cannot_be_taken_is_refused_and_the_next_one_taken(robots, relay, b
     assert f'verl_otel_relay_requests_total{{status="{status}"}} 1.0' in relay.get("/metrics").text
 
 
+def test_what_fails_unforeseen_is_refused_and_logged_without_secrets(robots, relay, monkeypatch, caplog):
+    def broken(body):
+        raise LookupError(f"{len(body)} bytes for http://user:Zq7planted@host/?token=Zq7planted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server, "parse", broken)
+        answer = relay.post("/alerts", content=notification(alert()), headers={**TOKEN, **JSON})
+    assert answer.status_code == 400
+    assert "bytes for http://" in caplog.text
+    assert "Zq7planted" not in caplog.text + answer.text
+    assert relay.post("/alerts", content=notification(alert()), headers={**TOKEN, **JSON}).is_success
+    eventually(lambda: len(robots.taken) == 4)
+
+
 @given(st.binary(max_size=300) | st.recursive(
     st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3)

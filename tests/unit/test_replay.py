@@ -129,10 +129,12 @@ def test_copies_are_sent_if_asked_for(recorded_and_spooled, server, capsys):
     assert "left out" not in capsys.readouterr().out
 
 
-def test_what_a_run_has_only_recorded_is_sent_also_beside_its_spool_and_its_copies(recorded_and_spooled, server):
-    """Such as an attempt that was offline, or a signal with `verl_otel_file` alone."""
-    line = otlp_json.to_line(otlp_json.from_bytes("traces", spans("99")))
-    (recorded_and_spooled / "b-host-1.traces.jsonl").write_bytes(line)
+@pytest.mark.parametrize("run_id", ["run-1", "run-2"])
+def test_what_was_only_recorded_is_sent_also_beside_a_spool_and_copies(recorded_and_spooled, server, run_id):
+    """Of the same run an attempt that was offline, or a signal with `verl_otel_file` alone; or another run."""
+    other = recorded_and_spooled.parent / run_id
+    other.mkdir(exist_ok=True)
+    (other / "b-host-1.traces.jsonl").write_bytes(otlp_json.to_line(otlp_json.from_bytes("traces", spans("99"))))
     assert run(recorded_and_spooled.parent, "--endpoint", server.url) == 0
     assert in_order(server) == [*ALL, "99"]
 

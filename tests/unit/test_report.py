@@ -381,8 +381,9 @@ def test_the_command_says_its_version(capsys):
     assert capsys.readouterr().out.strip() == f"verl-otel {__version__}"
 
 
-def test_a_bridge_without_a_server_to_write_to_is_refused(capsys):
-    assert main(["bridge", "--mlflow", "postgresql://user:Zq7planted@host/mlflow"]) == 2
+@pytest.mark.parametrize("uri", ["sqlite:///x.db", "postgresql://user:Zq7planted@host/mlflow"])
+def test_a_bridge_without_a_server_to_write_to_is_refused(capsys, uri):
+    assert main(["bridge", "--mlflow", uri]) == 2
     said = capsys.readouterr().err
     assert "needs an MLflow server" in said
     assert "Zq7planted" not in said

@@ -24,7 +24,7 @@ from verl_otel.config import Settings
 from verl_otel.export.otlp_http import Endpoint
 from verl_otel.hooks.tracking import RECORDED_PARAMETERS, parameters
 from verl_otel.identity import Identity
-from verl_otel.redaction import redacted, shown
+from verl_otel.redaction import redacted, shown, traceback_of
 from verl_otel.tracing.errors import describe
 
 # No secret is by chance a part of what is there anyway.
@@ -175,14 +175,20 @@ def raised(message, long, kind):
         return error
 
 
+@st.composite
+def failures(draw):
+    """A secret, and an exception that tells it."""
+    secret = draw(SECRETS)
+    message = draw(MESSAGES).format(quote(secret, safe=""))
+    kind = draw(st.sampled_from([RuntimeError, _Unusual]))
+    return secret, raised(message, draw(st.sampled_from([0, 0, 300, 30_000])), kind)
+
+
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_no_secret_of_an_exception_is_on_spans_or_in_events(new_memory, data):
-    secret = data.draw(SECRETS)
-    message = data.draw(MESSAGES).format(quote(secret, safe=""))
-    kind = data.draw(st.sampled_from([RuntimeError, _Unusual]))
-    error = raised(message, data.draw(st.sampled_from([0, 0, 300, 30_000])), kind)
-    memory = new_memory()
+@given(failures())
+def test_no_secret_of_an_exception_is_on_spans_or_in_events(new_memory, failure):
+    secret, error = failure
+    kind, memory = type(error), new_memory()
     agents, scores, trainer, launcher = make(memory), memory.process("reward_worker").scores, *memory_of_run(memory)
     with contextlib.suppress(kind), trajectory(agents):  # recorded as it is
         raise error
@@ -207,21 +213,30 @@ def test_no_secret_of_an_exception_is_on_spans_or_in_events(new_memory, data):
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_no_secret_of_a_failure_of_ours_is_in_the_log(caplog, data):
-    secret = data.draw(SECRETS)
-    message = data.draw(MESSAGES).format(quote(secret, safe=""))
-    kind = data.draw(st.sampled_from([RuntimeError, _Unusual]))
-    error = raised(message, data.draw(st.sampled_from([0, 300, 30_000])), kind)
+@given(failures())
+def test_no_secret_of_a_failure_of_ours_is_in_the_log(caplog, failure):
+    secret, error = failure
     caplog.clear()
     border._counts.clear()  # so that it is the first time at this site
     try:
         raise error
-    except kind:
+    except Exception:
         border.caught("a site")
     assert_not_in(secret, caplog.text)
     assert "a site failed; the run goes on" in caplog.text
     assert "test_security.py" in caplog.text
+
+
+class _Unprintable(Exception):
+    """Fails when it is printed."""
+
+    @property
+    def __cause__(self):
+        raise AssertionError
+
+
+def test_of_an_exception_that_cannot_be_printed_its_class_is_told():
+    assert traceback_of(_Unprintable()) == "_Unprintable"
 
 
 def memory_of_run(memory):

@@ -6,10 +6,7 @@ from opentelemetry.semconv.attributes import exception_attributes as names
 from opentelemetry.trace import Span, Status, StatusCode
 
 from verl_otel import border
-from verl_otel.redaction import redacted, shortened, shown, traceback_of
-
-MAX_TEXT = 4096
-"""Characters of an exception's message that are kept: the beginning and the end."""
+from verl_otel.redaction import kept, shown, traceback_of
 
 _NO_ERRORS = frozenset({"GeneratorExit", "TrainingStopException"})
 """A generator that is closed, and what verl ends a loop by when all is done (fully_async)."""
@@ -37,7 +34,7 @@ def in_words(error: BaseException) -> dict[str, str]:
     of_builtins = kind.__module__ == "builtins"
     return {
         names.EXCEPTION_TYPE: kind.__qualname__ if of_builtins else f"{kind.__module__}.{kind.__qualname__}",
-        names.EXCEPTION_MESSAGE: shortened(redacted(str(error), MAX_TEXT, queries=True), MAX_TEXT),
+        names.EXCEPTION_MESSAGE: kept(str(error)),
         names.EXCEPTION_STACKTRACE: traceback_of(error),
     }
 
